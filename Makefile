@@ -1,0 +1,31 @@
+# Two commands do all the set-up: `make demo` and `make test`. The venv is built once, into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint soak clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(READY)
+	$(BIN)/serried generate profiles/models/tiny-v3 --ranks 4 --max-tokens 48 --table \
+	  --prompt 'The "assert" statement' --prompt 'Return a list of' --prompt 'A class definition' --prompt 'This module provides'
+
+test: lint
+	$(BIN)/python -m pytest -m 'not soak and not gpu' tests
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+soak: $(READY)
+	$(BIN)/python -m pytest -m soak tests
+
+clean:
+	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
