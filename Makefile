@@ -12,7 +12,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)
-	$(BIN)/serried generate profiles/models/tiny-v3 --ranks 4 --max-tokens 48 --table \
+	$(BIN)/serried generate profiles/models/tiny-v3 --ranks 4 --max-num-seqs 8 --max-tokens 48 --temperature 0.4 --table \
 	  --prompt 'The "assert" statement' --prompt 'Return a list of' --prompt 'A class definition' --prompt 'This module provides'
 
 test: lint

@@ -73,10 +73,7 @@ class Decoder:
         self.moe_layers = {
             index: MoeLayer(
                 model.moe,
-                layer.moe.gate_ED,
-                layer.moe.bias_E,
-                layer.moe.shared,
-                layer.moe.bank,
+                layer.moe,
                 exchange=exchange,
                 table=table,
                 rank=rank,

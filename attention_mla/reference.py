@@ -1,0 +1,136 @@
+"""Attention over cached latents in plain torch, in its two algebraic forms side by side.
+
+  naive      keys_h = [W_UK_h c | k_rope], values_h = W_UV_h c    many queries share the cost of up-projection: prompts
+  absorbed   q_h . W_UK_h c = (W_UK_h^T q_h) . c                  one key [c | k_rope] serves all heads: decode
+
+Both read latents by place, in pieces of bounded size, and merge the pieces in ascending order by log-sum-exp. Matmuls
+with weights run in the run dtype; scores, softmax and sums over the context are taken in the wide dtype.
+Knows nothing of projections from or to the hidden state, nor of who owns a page.
+DeepSeek-V2 (https://arxiv.org/abs/2405.04434), section 2.1, describes both forms.
+
+Letters: T tokens here, R decode rows, H heads, S context positions, C latent rank, P rope dim, W = C + P,
+N query/key head size without rope, V value head size, Q = N + P.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .cache import DecodeRows, Prompt
+from .norm import wide
+from .weights import MlaWeights
+
+__all__ = ["Partial", "Queries", "absorbed_attention", "merge", "naive_attention"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Queries:
+    """What the tokens ask, in the run dtype; the rope part is rotated."""
+
+    nope_THN: Tensor
+    rope_THP: Tensor
+
+    def take(self, tokens: Tensor) -> "Queries":
+        """The queries of some tokens, by int64 index."""
+        return Queries(nope_THN=self.nope_THN.index_select(0, tokens), rope_THP=self.rope_THP.index_select(0, tokens))
+
+    def part(self, tokens: slice) -> "Queries":
+        """The queries of consecutive tokens, without a copy."""
+        return Queries(nope_THN=self.nope_THN[tokens], rope_THP=self.rope_THP[tokens])
+
+
+class Partial(NamedTuple):
+    """Attention over a piece of the context: the softmax-weighted mean, and the log of the sum of exponentials."""
+
+    mean: Tensor
+    """[..., X], wide dtype."""
+    lse: Tensor
+    """[...]."""
+
+
+def merge(earlier: Partial, later: Partial) -> Partial:
+    """Attention over both pieces together. Pieces are merged in ascending order of position, always."""
+    lse = torch.logaddexp(earlier.lse, later.lse)
+    share = (earlier.lse - lse).exp_().unsqueeze(-1)
+    later_share = (later.lse - lse).exp_().unsqueeze(-1)
+    return Partial(torch.addcmul(earlier.mean * share, later.mean, later_share), lse)
+
+
+def absorbed_attention(
+    queries: Queries, weights: MlaWeights, *, latents_NW: Tensor, rows: DecodeRows, softmax_scale: float
+) -> Tensor:
+    """Each row over its own context, in latent space; [R, H, V] in the run dtype.
+
+    `queries` are the rows' in the order of `rows.tokens_R`; `latents_NW` is one layer of the cache by place.
+    """
+    absorbed_HRC = torch.bmm(queries.nope_THN.transpose(0, 1), weights.w_uk_HNC)
+    query_RHW = torch.cat((absorbed_HRC.transpose(0, 1), queries.rope_THP), dim=-1)
+    query_RHW = query_RHW.to(wide(query_RHW.dtype)) * softmax_scale
+    rank = absorbed_HRC.shape[-1]
+
+    merged = _absorbed_split(query_RHW, latents_NW, rows, 0, rank)
+    for number in range(1, len(rows.splits)):
+        later = _absorbed_split(query_RHW, latents_NW, rows, number, rank)
+        reaching = rows.splits[number].num_rows
+        longer = merge(Partial(merged.mean[:reaching], merged.lse[:reaching]), later)
+        merged.mean[:reaching] = longer.mean
+        merged.lse[:reaching] = longer.lse
+
+    latent_HRC = merged.mean.to(latents_NW.dtype).transpose(0, 1)
+    return torch.bmm(latent_HRC, weights.w_uv_HVC.transpose(1, 2)).transpose(0, 1)
+
+
+def _absorbed_split(query_RHW: Tensor, latents_NW: Tensor, rows: DecodeRows, number: int, rank: int) -> Partial:
+    split = rows.splits[number]
+    latents_RSW = latents_NW.index_select(0, split.places).unflatten(0, (split.num_rows, -1)).to(query_RHW.dtype)
+    scores_RHS = torch.bmm(query_RHW[: split.num_rows], latents_RSW.transpose(1, 2))
+    if split.bias_R1S is not None:
+        scores_RHS += split.bias_R1S
+    return _softmax_mean(scores_RHS, latents_RSW[..., :rank])
+
+
+def naive_attention(
+    queries: Queries, weights: MlaWeights, *, latents_NW: Tensor, prompt: Prompt, softmax_scale: float
+) -> Tensor:
+    """A prompt's tokens over their context and themselves, all read back from the cache; [T, H, V] in the run dtype.
+
+    `queries` are the prompt's tokens only; `latents_NW` is one layer of the cache by place.
+    """
+    query_HTQ = torch.cat((queries.nope_THN, queries.rope_THP), dim=-1).transpose(0, 1)
+    query_HTQ = query_HTQ.to(wide(query_HTQ.dtype)) * softmax_scale
+    blocks = query_HTQ.split(prompt.block, dim=1)
+
+    merged: list[Partial] = []
+    for chunk in prompt.chunks:
+        keys_HQS, values_HSV = _up_project(latents_NW.index_select(0, chunk.places_S), weights)
+        for number, bias_TS in enumerate(chunk.biases, start=chunk.first_block):
+            scores_HTS = torch.bmm(blocks[number], keys_HQS)
+            if bias_TS is not None:
+                scores_HTS += bias_TS
+            part = _softmax_mean(scores_HTS, values_HSV)
+            if len(merged) < len(blocks):  # the first chunk, which every block sees
+                merged.append(part)
+            else:
+                merged[number] = merge(merged[number], part)
+    return torch.cat([part.mean for part in merged], dim=1).transpose(0, 1).to(latents_NW.dtype)
+
+
+def _up_project(latents_SW: Tensor, weights: MlaWeights) -> tuple[Tensor, Tensor]:
+    """Keys [H, Q, S] and values [H, S, V] of some positions, wide."""
+    heads, nope, rank = weights.w_uk_HNC.shape
+    up_SHU = functional.linear(latents_SW[:, :rank], weights.kv_b_UC).unflatten(-1, (heads, -1))
+    rope_SHP = latents_SW[:, None, rank:].expand(-1, heads, -1)
+    keys_SHQ = torch.cat((up_SHU[..., :nope], rope_SHP), dim=-1)
+    dtype = wide(latents_SW.dtype)
+    return keys_SHQ.to(dtype).permute(1, 2, 0), up_SHU[..., nope:].to(dtype).transpose(0, 1)
+
+
+def _softmax_mean(scores: Tensor, values: Tensor) -> Partial:
+    """scores [batch, queries, S], values [batch, S, X]."""
+    shares = scores.softmax(dim=-1)
+    # The largest share is 1 / sum(exp(score - largest score)).
+    lse = scores.amax(dim=-1) - shares.amax(dim=-1).log()
+    return Partial(torch.bmm(shares, values), lse)

@@ -1,0 +1,83 @@
+"""From a command's name and words to its flags and back to an exit code.
+
+Flags are the fields of dataclasses; the docstrings under the fields are their help. There is no second list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tyro
+
+from ep import SerriedError
+
+from . import generate, plan
+from .refusal import Refusal
+
+FAILED, REFUSED = 1, 2
+BOX = "╭╮╰╯│─ "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """`flags` is a frozen dataclass (its docstring opens `--help`); `run` takes one and returns an exit code."""
+
+    flags: type[Any]
+    run: Callable[[Any], int]
+    about: str
+
+
+COMMANDS = {
+    "generate": Command(flags=generate.GenerateFlags, run=generate.run, about=generate.ABOUT),
+    "plan": Command(flags=plan.PlanFlags, run=plan.run, about=plan.ABOUT),
+}
+
+
+def run_command(name: str, words: Sequence[str]) -> int:
+    """Read the flags of command `name` from `words` and run it; returns the exit code."""
+    command = COMMANDS[name]
+    try:
+        return command.run(parse_flags(command.flags, words, name=name, about=command.about))
+    except Refusal as refusal:
+        print(f"serried: {refusal}", file=sys.stderr)
+        return REFUSED
+    except SerriedError as error:
+        print(f"serried: {error}", file=sys.stderr)
+        return FAILED
+
+
+def parse_flags(flags: type[Any], words: Sequence[str], *, name: str, about: str) -> Any:
+    """`words` as an instance of `flags`; `--help` prints and exits with 0. Raises Refusal with what is wrong."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                flags,
+                prog=f"serried {name}",
+                description=about,
+                args=list(words),
+                config=(tyro.conf.PositionalRequiredArgs, tyro.conf.PositionalMetavarFromFieldName),
+            )
+    except SystemExit as exit_:
+        if exit_.code in (0, None):
+            raise
+        raise Refusal(f"{_one_line(said.getvalue(), exit_)} (serried {name} --help)") from exit_
+
+
+def _one_line(box: str, exit_: SystemExit) -> str:
+    """What the parser says in a box of lines, as one line; a config's own words come unwrapped from its error."""
+    lines = [line.strip(BOX) for line in box.splitlines()[1:]]
+    text = re.sub(r"\s+", " ", " ".join(lines)).strip()
+    text = re.split(r" ?(?:For full helptext|Argument helptext)", text)[0]
+    cause = exit_.__context__ and exit_.__context__.__context__
+    place = re.match(r"Error parsing (\S+): ", text)
+    if place is None:
+        return text[:1].lower() + text[1:]
+    words = str(cause) if isinstance(cause, ValueError) else text[place.end() :]
+    return f"{place[1]}: {words}" if place[1].startswith("-") else words

@@ -1,0 +1,160 @@
+"""`serried generate`: decode the prompts of the command line and of a file, and print the text as it grows.
+
+Standard output carries the answers and nothing else, so that it can be piped; the memory plan, progress, speed and the
+table of ranks go to standard error. Knows the engine by its public API; what it does, any program can do.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from runtime import Engine, EngineConfig, MemoryPlan, SamplingParams
+from runtime.memory import plan_lines
+
+from .answers import Answer, JsonPrinter, Printer, TextPrinter
+from .models import find_model
+from .prompts import Prompt, gather_prompts
+from .refusal import Refusal, refusals
+from .report import LEGEND, loading_bar, rank_table, speed_line
+from .text import TextCodec
+
+ABOUT = """\
+Decode prompts and print the text.
+
+Examples:
+  serried generate profiles/models/tiny-v3 --prompt 'The "assert" statement' --ranks 4
+  serried generate MODEL_FOLDER --prompt 'One' --prompt 'Two' --temperature 0 --max-tokens 64 --table
+  serried generate MODEL_FOLDER --prompts requests.jsonl --json > answers.jsonl
+  serried generate deepseek-v2-lite --load-format dummy --prompts requests.jsonl
+
+A line of requests.jsonl, with any sampling field:
+  {"prompt": "The for loop", "max_tokens": 32, "temperature": 0.7, "seed": 1, "id": "loop"}
+  {"prompt_token_ids": [17, 4, 250], "logprobs": 5}
+"""
+
+DONE, FAILED = 0, 1
+
+Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingFlags(SamplingParams):
+    """How the tokens of a request are chosen, unless its line in --prompts says otherwise."""
+
+    # The engine's configuration has a field `seed` too, and that one is vLLM's --seed.
+    seed: Annotated[int | None, tyro.conf.arg(name="sampling-seed")] = None
+    """Seed of every request: same seed, same tokens, whatever else runs. Unset: each draws its own from --seed."""
+
+    def params(self) -> SamplingParams:
+        return SamplingParams(**{item.name: getattr(self, item.name) for item in fields(SamplingParams)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateFlags:
+    """What `serried generate` is told."""
+
+    engine: tyro.conf.OmitArgPrefixes[EngineConfig]
+    sampling: tyro.conf.OmitArgPrefixes[SamplingFlags] = field(default_factory=SamplingFlags)
+
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text to continue; give it once for each prompt."""
+
+    prompts: Path | None = None
+    """File with one JSON object a line: prompt or prompt_token_ids, and optionally id, priority and sampling fields."""
+
+    json: Switch = False
+    """Print one JSON object a request, in input order, instead of text."""
+
+    table: Switch = False
+    """Print what each rank did, at the end."""
+
+
+def run(flags: GenerateFlags) -> int:
+    """Decode; returns the exit code: 1 when a request ended in an error. Raises Refusal for what cannot be run."""
+    notes = Console(stderr=True, highlight=False, soft_wrap=True)
+    with refusals():
+        folder = find_model(flags.engine.model)
+        codec = TextCodec.open(folder)
+        prompts = seeded(gather_prompts(flags.prompt, flags.prompts, flags.sampling.params()), seed=flags.engine.seed)
+        token_lists = [prompt_tokens(prompt, codec, folder) for prompt in prompts]
+    with refusals(), loading_bar(notes) as progress:
+        config = replace(flags.engine, model=str(folder))
+        engine = Engine(config, on_plan=lambda plan: announce(plan, notes), on_progress=progress)
+    for line in engine.model.warnings:
+        notes.print(f"note: {line}", markup=False)
+    with engine:
+        answers = submit(engine, prompts, token_lists, codec)
+        printer = JsonPrinter(answers, sys.stdout) if flags.json else TextPrinter(answers, sys.stdout, codec=codec)
+        seconds = follow(engine, answers, printer)
+        stats = engine.stats()
+    notes.print(speed_line(stats, seconds))
+    if flags.table:
+        notes.print(rank_table(stats))
+        notes.print(LEGEND, markup=False)
+    return FAILED if any(answer.finish_reason == "error" for answer in answers) else DONE
+
+
+def announce(plan: MemoryPlan, notes: Console) -> None:
+    """Print where a rank's bytes go; called before any is allocated."""
+    for line in plan_lines(plan, contexts=()):
+        notes.print(line, markup=False)
+    notes.print()
+
+
+def seeded(prompts: Sequence[Prompt], *, seed: int) -> list[Prompt]:
+    """The prompts, each with a seed of its own where it brought none, so that the answer can say which."""
+    draw = random.Random(seed)
+    return [
+        prompt
+        if prompt.params.seed is not None
+        else replace(prompt, params=replace(prompt.params, seed=draw.getrandbits(64)))
+        for prompt in prompts
+    ]
+
+
+def prompt_tokens(prompt: Prompt, codec: TextCodec | None, folder: Path) -> Sequence[int]:
+    """The prompt as token ids. Raises ValueError for text when the model folder has no tokenizer."""
+    if prompt.token_ids is not None:
+        return prompt.token_ids
+    assert prompt.text is not None, "a prompt has text or token ids"
+    if codec is None:
+        raise ValueError(
+            f"{prompt.origin}: {folder} has no tokenizer.json, so text cannot be read; "
+            'give token ids in a file of --prompts, e.g. {"prompt_token_ids": [1, 2, 3]}'
+        )
+    return codec.encode(prompt.text)
+
+
+def submit(
+    engine: Engine, prompts: Sequence[Prompt], token_lists: Sequence[Sequence[int]], codec: TextCodec | None
+) -> list[Answer]:
+    """Hand every prompt to the engine, in order. Raises Refusal with the prompt's origin when one is refused."""
+    answers = []
+    for prompt, tokens in zip(prompts, token_lists, strict=True):
+        try:
+            with refusals():
+                engine.submit(tokens, prompt.params, request_id=prompt.id, priority=prompt.priority)
+        except Refusal as refusal:
+            raise Refusal(f"{prompt.origin}: {refusal}") from refusal
+        stream = codec.stream(tokens) if codec is not None else None
+        answers.append(Answer(prompt=prompt, prompt_tokens=tokens, seed=prompt.params.seed, stream=stream))
+    return answers
+
+
+def follow(engine: Engine, answers: Sequence[Answer], printer: Printer) -> float:
+    """Take the engine's events until every answer is complete, printing meanwhile; returns the seconds it took."""
+    by_id = {answer.prompt.id: answer for answer in answers}
+    start = time.perf_counter()
+    for event in engine.events():
+        by_id[event.request_id].take(event)
+        printer.advance()
+    return time.perf_counter() - start

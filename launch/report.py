@@ -1,0 +1,71 @@
+"""What is said beside the answers: a bar while weights load, speed at the end, and a table of what each rank did.
+
+Knows counters and how to lay them out; measures nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from runtime import EngineStats, RankStats
+
+LONG_LOAD = 2**30
+"""Bytes from which loading is worth a bar."""
+
+
+@contextmanager
+def loading_bar(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """A callback for bytes done and in all; it draws a bar when there is much to load and a terminal to draw on."""
+    columns = TextColumn("loading weights"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("load", total=None, visible=False)
+
+        def show(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total, visible=total >= LONG_LOAD)
+
+        yield show
+
+
+def speed_line(stats: EngineStats, seconds: float) -> str:
+    """Tokens that reached requests, and how many a second that was, all ranks together."""
+    tokens, ranks = stats.generated_tokens, len(stats.ranks)
+    rate = tokens / seconds if seconds > 0 else 0.0
+    return f"{tokens} tokens in {seconds:.2f} s: {rate:.1f} tokens/s on {ranks} {'rank' if ranks == 1 else 'ranks'}"
+
+
+COLUMNS = ("rank", "requests", "out", "computed", "steps", "idle", "preempted", "hits", "pages", "level")
+LEGEND = """\
+out: tokens that reached requests; computed: through the layers, prompts too
+idle: steps without a token; hits: prompt tokens found in the prefix cache
+level: mean over max of what this rank sent to each rank's experts; 1.00 is even"""
+
+
+def rank_table(stats: EngineStats) -> Table:
+    """One line a rank; `LEGEND` says what the columns are."""
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for rank in stats.ranks:
+        table.add_row(*_cells(rank))
+    return table
+
+
+def _cells(rank: RankStats) -> list[str]:
+    return [
+        str(rank.rank),
+        str(rank.finished),
+        str(rank.generated_tokens),
+        str(rank.computed_tokens),
+        str(rank.steps),
+        str(rank.idle_steps),
+        str(rank.preemptions),
+        str(rank.prefix_hits),
+        str(rank.num_pages),
+        f"{rank.expert_balance:.2f}",
+    ]

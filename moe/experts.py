@@ -1,0 +1,82 @@
+"""The bank: the weights of one rank's local slots, and what they do to the rows that arrived.
+
+Knows slots 0..L-1 only: not which expert sits in one, not where rows come from, not their combine weights.
+
+Legend: N rows received, M (row, slot) pairs received, D model, F expert hidden, L local slots; f, d blocks of F and D.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .quant import dequantize_blocks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Scales:
+    """Float32 block scales of a bank kept in fp8. Gate and up have blocks of their own: F need not fill its last."""
+
+    gate_up_L2fd: Tensor
+    """[L, 2, ceil(F / 128), ceil(D / 128)]"""
+    down_Ldf: Tensor
+    """[L, ceil(D / 128), ceil(F / 128)]"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertBank:
+    """Weights of L slots, stacked. An empty slot's weights are never read."""
+
+    gate_up_L2FD: Tensor
+    """[L, 2F, D], gate rows first; run dtype, or fp8 with `scales`."""
+    down_LDF: Tensor
+    """[L, D, F]"""
+    scales: Fp8Scales | None = None
+
+    def __post_init__(self) -> None:
+        num_slots, double, hidden = self.gate_up_L2FD.shape
+        expected = (num_slots, hidden, double // 2)
+        assert self.down_LDF.shape == expected, f"down {tuple(self.down_LDF.shape)}, gate_up wants {expected}"
+        is_fp8 = self.gate_up_L2FD.dtype.itemsize == 1
+        assert is_fp8 == (self.scales is not None), f"{self.gate_up_L2FD.dtype} bank, scales {self.scales is not None}"
+
+    @property
+    def num_slots(self) -> int:
+        return self.gate_up_L2FD.shape[0]
+
+    def slot_weights(self, slot: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(gate_up [2F, D], down [D, F]) of one slot: views in the run dtype, or dequantised copies of fp8."""
+        gate_up_2FD, down_DF = self.gate_up_L2FD[slot], self.down_LDF[slot]
+        if self.scales is None:
+            return gate_up_2FD, down_DF
+        halves = gate_up_2FD.unflatten(0, (2, -1))
+        gate_up_2FD = dequantize_blocks(halves, self.scales.gate_up_L2fd[slot], dtype).flatten(0, 1)
+        return gate_up_2FD, dequantize_blocks(down_DF, self.scales.down_Ldf[slot], dtype)
+
+    def apply(self, x_ND: Tensor, rows_M: Tensor, slots_M: Tensor) -> Tensor:
+        """[M, D] in x's dtype, in pair order: expert `slots_M` of row `rows_M`, not weighted.
+
+        Pairs are sorted by slot once, so that each slot that got any has one slice of them:
+
+            slots_M   2 0 2 0  ->  order_M  1 3 | 0 2  ->  slot 0 pairs [1 3], slot 2 pairs [0 2]
+
+        A slot's rows are gathered into memory of their own and not cut out of a sorted copy of all rows: BLAS may round
+        by the alignment of what it gets, and a row's result must not depend on which other experts sit on the rank.
+        """
+        order_M = torch.argsort(slots_M, stable=True)
+        sorted_rows_M = rows_M.index_select(0, order_M)
+        y_MD = x_ND.new_empty(rows_M.shape[0], x_ND.shape[1])
+        stop = 0
+        for slot, count in enumerate(torch.bincount(slots_M, minlength=self.num_slots).tolist()):
+            if count:
+                start, stop = stop, stop + count
+                part_ND = x_ND.index_select(0, sorted_rows_M[start:stop])
+                y_MD.index_copy_(0, order_M[start:stop], gated_mlp(part_ND, *self.slot_weights(slot, x_ND.dtype)))
+        return y_MD
+
+
+def gated_mlp(x_TD: Tensor, gate_up_2FD: Tensor, down_DF: Tensor) -> Tensor:
+    """[T, D]: down(silu(gate(x)) * up(x)), all in x's dtype."""
+    gate_TF, up_TF = functional.linear(x_TD, gate_up_2FD).chunk(2, dim=1)
+    return functional.linear(functional.silu(gate_TF) * up_TF, down_DF)

@@ -1,0 +1,102 @@
+"""What a user may set, composed from the rooms' own configurations; frozen, and never edited after start.
+
+Knows names, defaults and ranges; does not know a model's shapes (see `model_config`) or what fits (see `memory`).
+The docstrings under the fields are the command line's help.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from ep import ExchangeConfig
+
+from .scheduler import SchedulerConfig
+
+DTypeName = Literal["auto", "bfloat16", "float16", "float32", "float64"]
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The latent cache of one rank."""
+
+    block_size: int = 64
+    """Tokens a page of the latent cache holds."""
+
+    num_blocks: int | None = None
+    """Pages a rank has; unset: from --kv-cache-memory-bytes, or from the memory that is left."""
+
+    kv_cache_memory_bytes: int | None = None
+    """Bytes of latent cache a rank allocates; unset: what is left on a GPU, at most 1 GiB on a CPU."""
+
+    gpu_memory_utilization: float = 0.92
+    """Share of the device's memory that weights, cache and workspaces may take together."""
+
+    def __post_init__(self) -> None:
+        _at_least("block_size", self.block_size, 1, "64")
+        if self.num_blocks is not None:
+            _at_least("num_blocks", self.num_blocks, 1, "1024")
+        if self.kv_cache_memory_bytes is not None:
+            _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, "1073741824")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1, e.g. 0.92"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that is settled before the engine starts; equal on every rank."""
+
+    model: str
+    """Folder of a Hugging Face checkpoint, or (with --load-format dummy) a config.json or a name in profiles/models."""
+
+    ranks: int = 1
+    """Ranks that share the experts; each decodes its own requests. Here they are threads of one process."""
+
+    dtype: DTypeName = "auto"
+    """Number format of weights and activations; auto: the checkpoint's own."""
+
+    device: str = "cpu"
+    """Where tensors live: cpu or cuda."""
+
+    load_format: Literal["auto", "dummy"] = "auto"
+    """auto reads the checkpoint; dummy makes seeded random weights, the same for any number of ranks."""
+
+    seed: int = 0
+    """Seed of dummy weights, and of the seeds drawn for requests that bring none."""
+
+    async_depth: Literal[0, 1] = 1
+    """Steps launched ahead of reading tokens: 1 overlaps the host with the device, 0 reads before going on."""
+
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
+
+    def __post_init__(self) -> None:
+        _at_least("ranks", self.ranks, 1, "1")
+        if self.dtype != "auto" and self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; it must be auto or one of {', '.join(DTYPES)}, e.g. bfloat16")
+        if self.load_format not in ("auto", "dummy"):
+            raise ValueError(f"load_format is {self.load_format!r}; it must be auto or dummy, e.g. auto")
+        if self.async_depth not in (0, 1):
+            raise ValueError(f"async_depth is {self.async_depth}; it must be 0 or 1, e.g. 1")
+
+    def digest(self, model: object) -> int:
+        """63 bits over these settings and the parsed `model`: equal on ranks that may decode together."""
+        text = f"{self!r}|{model!r}".encode()
+        return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+
+
+def _at_least(name: str, value: int, low: int, neighbour: str) -> None:
+    if value < low:
+        raise ValueError(f"{name} is {value}; it must be at least {low}, e.g. {neighbour}")

@@ -1,0 +1,39 @@
+"""A device's size and peaks, from a TOML file; numbers only, nothing is asked of the machine."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One device: bytes, and per second operations and bytes at its peak. 0 where there is no such thing."""
+
+    name: str
+    memory_bytes: int
+    bf16_flops: float
+    fp8_flops: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+
+
+def read_hardware(path: Path | str) -> Hardware:
+    """Read a file such as profiles/hardware/h200.toml. ValueError names a missing, unknown or negative field."""
+    path = Path(path)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
+    names = [field.name for field in fields(Hardware)]
+    for name in data:
+        if name not in names:
+            raise ValueError(f"{path}: {name} is unknown; the fields are {', '.join(names)}")
+    for name in names:
+        if name not in data:
+            raise ValueError(f"{path}: {name} is missing; the fields are {', '.join(names)}")
+        if name != "name" and not (isinstance(data[name], int | float) and data[name] >= 0):
+            raise ValueError(f"{path}: {name} is {data[name]!r}; it must be a number of at least 0")
+    return Hardware(**data)

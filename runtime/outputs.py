@@ -1,0 +1,40 @@
+"""What a caller of the engine gets: events while a request decodes, and its whole answer at the end. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .request import FinishReason
+from .samples import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """Tokens that one request got in one step; `finish_reason` is set in its last event."""
+
+    request_id: str
+    rank: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+    finish_reason: FinishReason | None
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestOutput:
+    """A request's whole answer.
+
+    token_ids           sampled tokens, a stop token included
+    logprobs            one entry a token, when the request asked for them
+    seed                the request's own, or the one that was drawn for it: asking again with it gives the same tokens
+    num_cached_tokens   prompt tokens whose latents came from the prefix cache
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    seed: int
+    rank: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0

@@ -1,0 +1,88 @@
+"""Which pages of a prompt are in the cache already: full pages only, found by the digest of everything up to their end.
+
+    digest(page i) = SHA-256( digest(page i - 1) + token ids of page i, 8 bytes little-endian each )
+    digest(page -1) = SHA-256( length of the model's salt, the model's salt, the request's salt )
+
+Equal digests mean equal tokens at equal positions under equal salts, so two requests may read one page; nobody writes
+it again, since only computed full pages are published. Knows tokens and pages; not the schedule, and not the latents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+from .pages import PagePool
+from .request import Request
+
+
+class PrefixCache:
+    """Finds and publishes full pages in a `PagePool`. Switched off, it finds nothing and publishes nothing.
+
+    `num_queried` and `num_hit` count tokens: of every admission's known tokens, and of those found here.
+    """
+
+    def __init__(self, pool: PagePool, *, enabled: bool = True, model_salt: str = "") -> None:
+        self.pool = pool
+        self.enabled = enabled
+        self.num_queried = 0
+        self.num_hit = 0
+        self._model_salt = model_salt.encode()
+
+    def match(self, request: Request, *, max_tokens: int) -> list[int]:
+        """Pages that hold the longest cached prefix of `request.tokens` of at most `max_tokens` tokens.
+
+        Nothing is retained and nothing counted: see `take`. Digests are kept on the request, so asking again is cheap.
+        """
+        if not self.enabled:
+            return []
+        pages = []
+        for index in range(min(max_tokens, len(request.tokens)) // self.pool.page_size):
+            page = self.pool.find(self._digest(request, index))
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def take(self, request: Request, pages: Sequence[int]) -> None:
+        """Count an admission whose prefix lies in `pages` (from `match`), and hold them for the request."""
+        if self.enabled:
+            self.num_queried += len(request.tokens)
+            self.num_hit += len(pages) * self.pool.page_size
+        self.pool.retain(pages)
+
+    def publish(self, request: Request, *, num_tokens: int) -> None:
+        """Make the full pages within the request's first `num_tokens` tokens (computed, and read) findable.
+
+        Of two pages with the same content the one that was published first is kept.
+        """
+        num_full = num_tokens // self.pool.page_size
+        if not self.enabled or num_full <= request.num_published:
+            return
+        for index in range(request.num_published, num_full):
+            self.pool.publish(request.pages[index], self._digest(request, index))
+        request.num_published = num_full
+
+    def flush(self) -> None:
+        """Forget every page; running requests keep theirs, and publish only pages they fill from now on."""
+        self.pool.forget()
+
+    def _digest(self, request: Request, index: int) -> bytes:
+        """The digest of page `index`, whose tokens are all known; those before it are computed on the way, once."""
+        size, digests = self.pool.page_size, request.digests
+        while len(digests) <= index:
+            start = len(digests) * size
+            parent = digests[-1] if digests else root_digest(self._model_salt, request.cache_salt.encode())
+            digests.append(chained_digest(parent, request.tokens[start : start + size]))
+        return digests[index]
+
+
+def root_digest(model_salt: bytes, cache_salt: bytes) -> bytes:
+    """The start of every chain under these salts; the length keeps ("a", "bc") and ("ab", "c") apart."""
+    return hashlib.sha256(struct.pack("<q", len(model_salt)) + model_salt + cache_salt).digest()
+
+
+def chained_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The digest of a page, given the digest of the page before it."""
+    return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}q", *token_ids)).digest()

@@ -1,0 +1,114 @@
+"""One request as the scheduler carries it: how many of its tokens are known, and how many are computed.
+
+    position    0 ......... num_computed ......... len(tokens) ..... num_known
+                [ in the cache, or launched )[ gap: the next row ............ )
+                                             [ tokens on the host )[ pending: sampled by a launched step, not read yet )
+
+There is no prompt phase and no decode phase: a step computes tokens of the gap, and a row that reaches `num_known`
+samples what comes next. What a request does not know: the budget, the pool, or who runs beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+
+from .sampling_params import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """It sampled one of its `stop_ids`; that token is its last."""
+
+    LENGTH = "length"
+    """It has max_tokens tokens of output, or as many as the model's length allows."""
+
+    ABORT = "abort"
+    """Someone took it back; tokens that were in flight are dropped."""
+
+    ERROR = "error"
+    """The sampler found no usable logits for it (see `rows.FAILED_TOKEN`)."""
+
+
+class Status(Enum):
+    """Where a request is. Pages of one that is not RUNNING stay its own until no unread step holds a row of it."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """A prompt, what is asked of it, and how far it has come. Only the scheduler writes the fields below `stop_ids`."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    arrival: int
+    """Place in the order of arrival; lower is older. Ties go to the one that was added first."""
+    priority: int = 0
+    """Lower is served first; looked at under the policy "priority" only."""
+    seed: int = 0
+    """Of its random numbers: `params.seed`, or the one drawn for it at the door."""
+    choice_index: int = 0
+    """Which of several answers to one prompt this is; part of the random numbers' counter."""
+    cache_salt: str = ""
+    """Only requests of equal salt share cached prefixes."""
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end it, see `ending_ids`."""
+
+    tokens: list[int] = field(init=False)
+    """Prompt and output, as far as the host knows them."""
+    num_pending: int = 0
+    """Tokens sampled by launched steps and not read yet: 0 or 1 when a step is proposed."""
+    num_computed: int = 0
+    """Tokens whose latents are in the cache, or that launched steps are putting there."""
+    drafts: list[int] = field(default_factory=list)
+    """Guesses that follow `tokens` in the row proposed last."""
+    pages: list[int] = field(default_factory=list)
+    """Page i holds positions i * page_size .. (i + 1) * page_size - 1."""
+    slot: int | None = None
+    """Row of the token table, while it runs and until its last launched step is read."""
+    in_flight: int = 0
+    """Launched steps that hold a row of it and are not read yet."""
+    finish_reason: FinishReason | None = None
+    num_preemptions: int = 0
+    num_cached: int = 0
+    """Prompt tokens found in the prefix cache when it was first admitted."""
+
+    status: Status = Status.WAITING
+    turn: tuple[int, int, int] = (0, 0, 0)
+    """Order of service, lowest first: priority (0 under fcfs), arrival, order of adding."""
+    max_len: int = 0
+    """Prompt and output together are never longer than this."""
+    digests: list[bytes] = field(default_factory=list)
+    """Chained digest of each full page of `tokens`, as far as they were needed (see `prefix`)."""
+    num_published: int = 0
+    """Pages, from the first, that need no more publishing."""
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that have a position: on the host, or on the device only."""
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of output that the host has read."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def gap(self) -> int:
+        """Tokens to compute before something new can be sampled; 0 or less while drafts are in flight."""
+        return self.num_known - self.num_computed
+
+
+def ending_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset[int]:
+    """Tokens that end a request: its own stop tokens, and the model's end-of-text ones unless it ignores them."""
+    return frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)

@@ -1,0 +1,108 @@
+"""Pending is a value that is fetched once; the transport of threads passes what any transport must."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ep import Kind, Pending, Tag, run_ranks
+from ep.conformance import check_transport
+
+
+def test_a_pending_is_finished_once_however_often_it_is_waited_for():
+    calls = []
+    pending = Pending(lambda: calls.append("finish") or object())
+    assert pending.wait() is pending.wait()
+    assert calls == ["finish"]
+
+
+def test_a_pending_of_none_is_finished_once_too():
+    calls = []
+    pending = Pending(lambda: calls.append("finish"))
+    assert pending.wait() is None
+    assert pending.wait() is None
+    assert calls == ["finish"]
+
+
+def test_what_follows_runs_once_and_only_when_waited_for():
+    calls = []
+    doubled = Pending.ready(21).then(lambda value: calls.append("then") or 2 * value)
+    assert calls == []
+    assert doubled.wait() == doubled.wait() == 42
+    assert calls == ["then"]
+
+
+def test_a_pending_that_failed_fails_again():
+    def fail() -> int:
+        raise OSError("gone")
+
+    pending = Pending(fail)
+    for _ in range(2):
+        with pytest.raises(OSError, match="gone"):
+            pending.wait()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 64])
+def test_threads_pass_what_any_transport_must(size):
+    run_ranks(size, check_transport, timeout_s=20)
+
+
+def test_threads_in_inference_mode_pass_too():
+    def check(transport):
+        with torch.inference_mode():
+            check_transport(transport)
+
+    run_ranks(3, check, timeout_s=20)
+
+
+def test_ranks_in_and_out_of_inference_mode_exchange_with_each_other():
+    def check(transport):
+        with torch.inference_mode(transport.rank == 1):
+            check_transport(transport)
+
+    run_ranks(3, check, timeout_s=20)
+
+
+class Faulty:
+    """A transport that passes calls on and spoils what comes of them."""
+
+    def __init__(self, inner, spoil):
+        self.rank, self.size = inner.rank, inner.size
+        self._inner, self._spoil = inner, spoil
+
+    def all_to_all(self, recv, send, *, recv_splits, send_splits, tag):
+        pending = self._inner.all_to_all(recv, send, recv_splits=recv_splits, send_splits=send_splits, tag=tag)
+        return pending.then(self._spoil)
+
+    def all_gather(self, row, *, tag):
+        return self._inner.all_gather(row, tag=tag)
+
+    def abort(self, cause):
+        self._inner.abort(cause)
+
+    def close(self):
+        self._inner.close()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda rows: rows.flip(0), r"all_to_all, uniform: at \(0, 0\)"),
+        (lambda rows: rows.to(torch.float32).to(rows.dtype), r"all_to_all, torch\.float64: at"),
+        (lambda rows: rows.clone(), None),
+    ],
+    ids=["misordered", "narrowed", "copied"],
+)
+def test_the_check_finds_rows_out_of_order_and_rows_made_narrower(spoil, message):
+    def check(transport):
+        check_transport(Faulty(transport, spoil))
+
+    if message is None:
+        run_ranks(3, check, timeout_s=20)
+        return
+    with pytest.raises(AssertionError, match=message):
+        run_ranks(3, check, timeout_s=20)
+
+
+def test_a_tag_reads_like_a_place():
+    assert str(Tag(3, 1, 0, 2, Kind.COMBINE)) == "COMBINE(step 3, layer 1, track 0, round 2)"

@@ -1,0 +1,117 @@
+"""Where experts sit, and which copy a token takes."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe import ExpertPlacement, PlacementTable, choose_slots, spread
+
+
+def table_of(*slots: list[int]) -> PlacementTable:
+    return PlacementTable.build(slots, device="cpu")
+
+
+@pytest.mark.parametrize(("num_experts", "num_ranks"), [(1, 1), (5, 3), (32, 4), (32, 5), (64, 64), (384, 7)])
+def test_spread_is_even_contiguous_and_complete(num_experts: int, num_ranks: int) -> None:
+    placement = spread(num_experts, num_ranks)
+    held = [[e for e in placement.experts_of(rank) if e >= 0] for rank in range(num_ranks)]
+    sizes = [len(experts) for experts in held]
+    assert max(sizes) - min(sizes) <= 1
+    assert [expert for experts in held for expert in experts] == list(range(num_experts))
+    assert all(len(placement.experts_of(rank)) == placement.slots_per_rank for rank in range(num_ranks))
+    assert placement.num_experts == num_experts
+
+
+def test_spread_as_drawn_in_its_docstring() -> None:
+    assert spread(5, 3).slot_experts == (0, 1, 2, 3, 4, -1)
+
+
+def test_more_ranks_than_experts_are_refused_with_the_largest_number_that_fits() -> None:
+    with pytest.raises(ValueError, match=r"num_ranks 40 must be from 1 to 32: .* so 32 would do"):
+        spread(32, 40)
+    with pytest.raises(ValueError, match=r"num_ranks 0 must be from 1 to 32: .* so 1 would do"):
+        spread(32, 0)
+
+
+@pytest.mark.parametrize(
+    ("slot_experts", "message"),
+    [
+        ((0, 1, 2), "slot_experts has 3 entries, it must have num_ranks 2 x slots_per_rank 2 = 4"),
+        ((0, 3, 3, -1), r"leaves out experts \[1, 2\]: every expert needs at least one slot"),
+        ((-1, -1, -1, -1), "must hold experts from 0 on, -1 for an empty slot"),
+        ((0, 1, -2, 2), "must hold experts from 0 on, -1 for an empty slot"),
+    ],
+)
+def test_a_placement_that_leaves_something_out_is_refused(slot_experts: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ExpertPlacement(num_ranks=2, slots_per_rank=2, slot_experts=slot_experts)
+
+
+@given(st.data())
+def test_the_table_turns_the_placement_around(data: st.DataObject) -> None:
+    num_ranks, slots_per_rank = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    num_slots = num_ranks * slots_per_rank
+    num_experts = data.draw(st.integers(1, num_slots))
+    extra = data.draw(st.lists(st.integers(-1, num_experts - 1), min_size=num_slots - num_experts, max_size=num_slots))
+    slots = data.draw(st.permutations([*range(num_experts), *extra[: num_slots - num_experts]]))
+    placement = ExpertPlacement(num_ranks=num_ranks, slots_per_rank=slots_per_rank, slot_experts=tuple(slots))
+    table = placement.table()
+    for expert in range(num_experts):
+        found = table.slots_EX[expert, : table.copies_E[expert]].tolist()
+        assert found == [slot for slot, held in enumerate(slots) if held == expert]
+        assert set(table.slots_EX[expert, table.copies_E[expert] :].tolist()) <= {-1}
+
+    experts_TK = torch.tensor(data.draw(st.lists(st.integers(-1, num_experts - 1), max_size=20)), dtype=torch.int64)
+    positions_T = torch.arange(len(experts_TK)) * 7
+    slots_TK = choose_slots(experts_TK.unsqueeze(1), table, rank=data.draw(st.integers(0, 63)), positions_T=positions_T)
+    for expert, slot in zip(experts_TK.tolist(), slots_TK.flatten().tolist(), strict=True):
+        assert slot == -1 if expert == -1 else placement.slot_experts[slot] == expert
+
+
+def test_single_copies_on_full_ranks_are_the_identity() -> None:
+    experts_TK = torch.tensor([[3, 0, -1], [7, 6, 5]])
+    positions_T = torch.tensor([0, 9])
+    assert torch.equal(choose_slots(experts_TK, spread(8, 4).table(), rank=1, positions_T=positions_T), experts_TK)
+
+
+def test_an_empty_slot_shifts_the_ranks_behind_it() -> None:
+    """5 experts on 2 ranks: (0 1 2 | 3 4 .); 5 on 3: (0 1 | 2 3 | 4 .). On 4: (0 1 | 2 . | 3 . | 4 .)"""
+    experts_TK = torch.arange(5).unsqueeze(1)
+    slots_TK = choose_slots(experts_TK, spread(5, 4).table(), rank=0, positions_T=torch.zeros(5, dtype=torch.int64))
+    assert slots_TK.flatten().tolist() == [0, 1, 2, 4, 6]
+
+
+COPIES = table_of([0], [1, 4, 7], [2, 5], list(range(8, 16)))
+
+
+@pytest.mark.parametrize("expert", [1, 2, 3])
+@pytest.mark.parametrize("case", ["one position, many rows", "one row, many steps", "many ranks"])
+def test_copies_share_an_experts_tokens_evenly(expert: int, case: str) -> None:
+    num_copies = int(COPIES.copies_E[expert])
+    if case == "one position, many rows":
+        slots = pick(expert, rank=3, positions_T=torch.full((4096,), 128))
+    elif case == "one row, many steps":
+        slots = torch.cat([pick(expert, rank=3, positions_T=torch.tensor([position])) for position in range(1024)])
+    else:
+        slots = torch.cat([pick(expert, rank=rank, positions_T=torch.full((32,), 128)) for rank in range(64)])
+    counts = slots.bincount()[COPIES.slots_EX[expert, :num_copies]]
+    assert counts.sum() == len(slots)
+    assert counts.max() / counts.float().mean() < 1.15
+
+
+def test_ranks_do_not_lean_on_the_same_copy() -> None:
+    positions_T = torch.arange(256)
+    picks = {rank: pick(3, rank=rank, positions_T=positions_T) for rank in range(8)}
+    for rank in range(1, 8):
+        assert (picks[0] == picks[rank]).float().mean() < 0.25
+
+
+def test_the_same_input_picks_the_same_copy() -> None:
+    positions_T = torch.arange(100)
+    assert torch.equal(pick(3, rank=2, positions_T=positions_T), pick(3, rank=2, positions_T=positions_T))
+
+
+def pick(expert: int, *, rank: int, positions_T: torch.Tensor) -> torch.Tensor:
+    experts_TK = torch.full((len(positions_T), 1), expert)
+    return choose_slots(experts_TK, COPIES, rank=rank, positions_T=positions_T).flatten()

@@ -1,0 +1,201 @@
+"""The engine as a program sees it: ids in, ids out, refusals in words, and a loud end when a rank fails."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import runtime.worker
+from dbo import drive
+from ep import RequestError, SerriedError
+from runtime import Engine, FinishReason, SamplingParams
+from runtime.batch import StepBatch
+from runtime.worker import Worker
+from tests.runtime.mixes import SMALL_V3, Ask, Settings, engine_config, run_mix
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+
+
+def test_answers_come_in_the_order_of_the_prompts(small_v3: Path):
+    prompts = [[5 + i, 6, 7] for i in range(5)]
+    with Engine(engine_config(small_v3, Settings(ranks=2))) as engine:
+        together = engine.generate(prompts, GREEDY)
+        apart = [engine.generate([prompt], GREEDY)[0] for prompt in prompts]
+    assert [output.token_ids for output in together] == [output.token_ids for output in apart]
+    assert [list(output.prompt_token_ids) for output in together] == prompts
+    assert all(output.finish_reason is FinishReason.LENGTH for output in together)
+
+
+def test_requests_go_where_the_fewest_tokens_wait(small_v3: Path):
+    with Engine(engine_config(small_v3, Settings(ranks=3))) as engine:
+        outputs = engine.generate([[5] * 50, [6], [7], [8]], GREEDY)
+    assert [output.rank for output in outputs] == [0, 1, 2, 1]
+
+
+def test_a_request_may_join_while_others_decode(small_v3: Path):
+    with Engine(engine_config(small_v3, Settings(ranks=2))) as engine:
+        [truth] = engine.generate([[9, 8, 7]], GREEDY)
+        engine.submit([5, 6], replace(GREEDY, max_tokens=12), request_id="first")
+        tokens: dict[str, list[int]] = {"first": [], "late": []}
+        for event in engine.events():
+            if not tokens["late"] and len(tokens["first"]) == 3 and event.request_id == "first":
+                engine.submit([9, 8, 7], GREEDY, request_id="late")
+            tokens[event.request_id].extend(event.token_ids)
+    assert tokens["late"] == truth.token_ids
+    assert len(tokens["first"]) == 12
+
+
+def test_an_aborted_request_ends_once_and_the_others_go_on(small_v3: Path):
+    with Engine(engine_config(small_v3, Settings(ranks=2, async_depth=1))) as engine:
+        engine.submit([5, 6], replace(GREEDY, max_tokens=200), request_id="long")
+        engine.submit([7, 8], GREEDY, request_id="short")
+        reasons: dict[str, list[FinishReason]] = {"long": [], "short": []}
+        for event in engine.events():
+            if event.request_id == "short":
+                engine.abort("long")
+                engine.abort("long")
+                engine.abort("unknown")
+            if event.finish_reason is not None:
+                reasons[event.request_id].append(event.finish_reason)
+        assert all(rank.free_pages == rank.num_pages for rank in engine.stats().ranks)
+    assert reasons == {"long": [FinishReason.ABORT], "short": [FinishReason.LENGTH]}
+
+
+def test_leaving_the_events_early_aborts_the_rest_and_keeps_the_engine_usable(small_v3: Path):
+    with Engine(engine_config(small_v3, Settings(ranks=2))) as engine:
+        [truth] = engine.generate([[5, 6]], GREEDY)
+        engine.submit([5, 6], replace(GREEDY, max_tokens=200))
+        for _ in engine.events():
+            break
+        assert engine.num_unfinished == 0
+        assert all(rank.free_pages == rank.num_pages for rank in engine.stats().ranks)
+        assert engine.generate([[5, 6]], GREEDY)[0].token_ids == truth.token_ids
+
+
+def test_a_request_without_a_seed_reports_the_one_it_drew(small_v3: Path):
+    params = SamplingParams(temperature=1.0, max_tokens=12)
+    with Engine(engine_config(small_v3, Settings())) as engine:
+        first, second = engine.generate([[5, 6], [5, 6]], params)
+        [again] = engine.generate([[5, 6]], replace(params, seed=second.seed))
+    assert first.seed != second.seed
+    assert first.token_ids != second.token_ids
+    assert again.token_ids == second.token_ids
+
+
+def test_expert_counts_are_of_real_tokens_and_all_of_them(small_v3: Path):
+    with Engine(engine_config(small_v3, Settings(ranks=3, async_depth=1))) as engine:
+        engine.generate([[5 + i, 6, 7] for i in range(4)], GREEDY)
+        for worker in engine.workers:
+            worker.load.check_conserved(SMALL_V3["num_experts_per_tok"])
+            assert worker.load.num_tokens == worker.counters.computed_tokens
+
+
+def test_idle_ranks_step_as_often_as_busy_ones(small_v3: Path):
+    with Engine(engine_config(small_v3, Settings(ranks=4))) as engine:
+        engine.submit([5, 6, 7], GREEDY, rank=2)
+        engine.run()
+        stats = engine.stats().ranks
+    assert len({rank.steps for rank in stats}) == 1
+    assert [rank.idle_steps for rank in stats] == [6, 6, 0, 6]
+
+
+class OnlyFloat64(TorchDispatchMode):
+    """Raises when an operation makes a floating tensor that is narrower than float64."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (list, tuple)) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                assert tensor.dtype is torch.float64, f"{func} made {tensor.dtype}"
+        return out
+
+
+@pytest.mark.parametrize("combine", ["ranks", "slots"])
+def test_a_float64_run_holds_nothing_narrower(small_v3: Path, monkeypatch: pytest.MonkeyPatch, combine: str):
+    plain_sample = Worker._sample
+
+    def watched_drive(tracks):
+        with OnlyFloat64():
+            return drive(tracks)
+
+    def watched_sample(worker: Worker, logits: torch.Tensor, batch: StepBatch):
+        with OnlyFloat64():
+            return plain_sample(worker, logits, batch)
+
+    monkeypatch.setattr(runtime.worker, "drive", watched_drive)
+    monkeypatch.setattr(Worker, "_sample", watched_sample)
+    params = SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.1, seed=1, max_tokens=5, logprobs=2)
+    asks = [Ask(prompt=tuple(range(2, 2 + n)), params=params) for n in (1, 40)]
+    run_mix(small_v3, asks, Settings(ranks=2, combine=combine, async_depth=1))
+
+
+def test_a_rank_that_raises_ends_the_engine_with_its_name(small_v3: Path, monkeypatch: pytest.MonkeyPatch):
+    plain = Worker._launch
+
+    def failing(worker: Worker, rows, plan):
+        if worker.transport.rank == 1 and plan.step == 2:
+            raise RuntimeError("planted")
+        return plain(worker, rows, plan)
+
+    with Engine(engine_config(small_v3, Settings(ranks=3))) as engine:
+        monkeypatch.setattr(Worker, "_launch", failing)
+        with pytest.raises(RuntimeError, match="planted") as caught:
+            engine.generate([[5, 6, 7]], GREEDY)
+        assert any("rank 1" in note for note in caught.value.__notes__)
+        with pytest.raises(SerriedError, match=r"engine has stopped: .*planted"):
+            engine.submit([5], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], GREEDY, r"prompt .* at least one token"),
+        ([5, 160], GREEDY, r"prompt\[1\].* 160.* must be a token id from 0 to 159"),
+        ([5, -1], GREEDY, r"prompt\[1\].* -1.* must be a token id from 0 to 159"),
+        ([5] * 256, GREEDY, r"must have at most 255 tokens: max_model_len is 256"),
+        ([5] * 100, replace(GREEDY, max_tokens=40), r"needs 3 pages of 64 tokens, and the whole cache has 2 \(128"),
+        ([5], replace(GREEDY, stop_token_ids=(160,)), r"stop_token_ids.*160"),
+        ([5], replace(GREEDY, logit_bias={160: 1.0}), r"logit_bias.*160"),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused_at_the_door(small_v3: Path, prompt, params, message: str):
+    with Engine(engine_config(small_v3, Settings(num_blocks=2))) as engine:
+        with pytest.raises(RequestError, match=message):
+            engine.submit(prompt, params)
+        assert engine.num_unfinished == 0
+        assert engine.generate([[5]], GREEDY)[0].finish_reason is FinishReason.LENGTH
+
+
+def test_more_ranks_than_experts_are_refused_with_the_number_that_would_do(small_v3: Path):
+    with pytest.raises(ValueError, match=r"17.*16 routed experts, so 16 would do"):
+        Engine(engine_config(small_v3, Settings(ranks=17)))
+
+
+def test_a_dense_model_decodes_on_one_rank_and_on_two(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_V3 | {"first_k_dense_replace": 3}))
+    asks = [Ask(prompt=(5, 6, 7), params=replace(GREEDY, logprobs=0)), Ask(prompt=(8,), params=GREEDY)]
+    one, two = (run_mix(tmp_path, asks, Settings(ranks=ranks)) for ranks in (1, 2))
+    assert [output.token_ids for output in one] == [output.token_ids for output in two]
+
+
+def test_rows_without_usable_logits_end_alone_with_an_error(small_v3: Path, monkeypatch: pytest.MonkeyPatch):
+    from runtime.decoder import Decoder
+
+    plain = Decoder._logits
+
+    def spoiled(decoder: Decoder, x_BD: torch.Tensor) -> torch.Tensor:
+        logits = plain(decoder, x_BD)
+        logits[:1] = torch.nan
+        return logits
+
+    with Engine(engine_config(small_v3, Settings())) as engine:
+        monkeypatch.setattr(Decoder, "_logits", spoiled)
+        engine.submit([5, 6], GREEDY, request_id="spoiled")
+        engine.submit([7, 8], GREEDY, request_id="next")
+        first = next(iter(engine.events()))
+    assert (first.request_id, first.finish_reason, first.token_ids) == ("spoiled", FinishReason.ERROR, ())
