@@ -52,7 +52,7 @@ def bytes_per_token(*, num_layers: int, latent_width: int, dtype: torch.dtype) -
 class LatentCache:
     """The latents of one rank: [layers, pages, page_size, W], normed latent first, then the rotated rope key.
 
-    One row behind the last page takes what is written to place -1 and is never read.
+    One row behind the last page takes what is written to place -1 and is never read. What was not written is not zero.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class LatentCache:
         self.num_pages = num_pages
         self.page_size = page_size
         num_rows = num_pages * page_size + 1
-        self._latents_LNW = torch.zeros(num_layers, num_rows, latent_width, dtype=dtype, device=device)
+        self._latents_LNW = torch.empty(num_layers, num_rows, latent_width, dtype=dtype, device=device)
 
     @property
     def pages(self) -> Tensor:

@@ -19,6 +19,7 @@ class State(Enum):
     RUNNING = auto()  # has the baton
     WAITING = auto()
     ENDED = auto()
+    LOST = auto()  # does not react and is not waited for
 
 
 class Baton:
@@ -63,9 +64,9 @@ class Baton:
 
     @property
     def holder(self) -> int | None:
-        """The rank that runs, None when all have ended."""
+        """The rank that runs (the first, after wake_all), None when all have ended."""
         return self.states.index(State.RUNNING) if State.RUNNING in self.states else None
 
     @property
     def all_ended(self) -> bool:
-        return all(state is State.ENDED for state in self.states)
+        return all(state in (State.ENDED, State.LOST) for state in self.states)

@@ -86,7 +86,7 @@ class RanksCombine:
         return sent.layout.splits, sent.recv_splits
 
     def give_back(self, y_MD: Tensor, pairs: LocalPairs, num_rows: int, /) -> Tensor:
-        return sum_rows(y_MD * pairs.weights_M[:, None], pairs.rows_M, num_rows).to(y_MD.dtype)
+        return sum_rows(y_MD * pairs.weights_M.unsqueeze(1), pairs.rows_M, num_rows).to(y_MD.dtype)
 
     def take_back(self, rows_ND: Tensor, sent: Sent) -> Tensor:
         return sum_rows(rows_ND.to(sent.weights_TK.dtype), sent.layout.tokens_N, sent.slots_TK.shape[0])
@@ -113,7 +113,7 @@ class SlotsCombine:
 
     def take_back(self, rows_ND: Tensor, sent: Sent) -> Tensor:
         pairs = pair_order(sent.slots_TK, sent.weights_TK, slots_per_rank=self.slots_per_rank)
-        weighted_MD = rows_ND.index_select(0, pairs.arrived_M) * pairs.weights_M[:, None]
+        weighted_MD = rows_ND.index_select(0, pairs.arrived_M) * pairs.weights_M.unsqueeze(1)
         return sum_rows(weighted_MD, pairs.tokens_M, sent.slots_TK.shape[0])
 
 

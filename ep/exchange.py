@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -85,20 +84,19 @@ class RowFormat:
     dtype: torch.dtype
 
     @property
-    def weights_begin(self) -> int:
-        return 8 * self.top_k
-
-    @property
-    def x_begin(self) -> int:
-        return self.weights_begin + wide(self.dtype).itemsize * self.top_k
-
-    @property
-    def x_end(self) -> int:
-        return self.x_begin + self.dtype.itemsize * self.hidden
+    def widths(self) -> tuple[int, int, int, int]:
+        """Bytes of the fields, in order."""
+        fields = 8 * self.top_k, wide(self.dtype).itemsize * self.top_k, self.dtype.itemsize * self.hidden
+        return *fields, -sum(fields) % 8
 
     @property
     def num_bytes(self) -> int:
-        return -(-self.x_end // 8) * 8
+        return sum(self.widths)
+
+    def fields(self, rows_NB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(slots_NK, weights_NK, x_ND) of packed rows, as views."""
+        slots_NB, weights_NB, x_NB, _ = rows_NB.split(self.widths, dim=1)
+        return slots_NB.view(torch.int64), weights_NB.view(wide(self.dtype)), x_NB.view(self.dtype)
 
 
 class _Buffers:
@@ -107,18 +105,16 @@ class _Buffers:
     def __init__(
         self, row: RowFormat, *, round_tokens: int, num_ranks: int, combine: Combine, device: torch.device | str
     ) -> None:
-        bytes_of = partial(torch.empty, dtype=torch.uint8, device=device)
-        self.packed_TB = bytes_of(round_tokens, row.num_bytes)
-        self.send_NB = bytes_of(round_tokens * min(row.top_k, num_ranks), row.num_bytes)
-        self.recv_NB = bytes_of(round_tokens * num_ranks, row.num_bytes)
-        self.back_ND = torch.empty(
-            round_tokens * combine.rows_per_token(row.top_k), row.hidden, dtype=row.dtype, device=device
-        )
-        self.pad_TB = torch.zeros(round_tokens, row.num_bytes - row.x_end, dtype=torch.uint8, device=device)
+        sent, returned = round_tokens * min(row.top_k, num_ranks), round_tokens * combine.rows_per_token(row.top_k)
+        self.packed_TB = torch.zeros(round_tokens, row.num_bytes, dtype=torch.uint8, device=device)
+        self.packed_fields = row.fields(self.packed_TB)
+        self.send_NB = torch.empty(sent, row.num_bytes, dtype=torch.uint8, device=device)
+        self.recv_NB = torch.empty(round_tokens * num_ranks, row.num_bytes, dtype=torch.uint8, device=device)
+        self.back_ND = torch.empty(returned, row.hidden, dtype=row.dtype, device=device)
 
     @property
     def num_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in vars(self).values())
+        return sum(buffer.nbytes for buffer in (self.packed_TB, self.send_NB, self.recv_NB, self.back_ND))
 
 
 def buffer_bytes(
@@ -190,8 +186,10 @@ class Exchange:
         self._check_input(x_TD, slots_TK, weights_TK)
         sent = self._agree(slots_TK, weights_TK, tag)
         buffers = self._tracks[tag.track]
+        for field, values in zip(buffers.packed_fields, (slots_TK, weights_TK, x_TD), strict=True):
+            field[: x_TD.shape[0]].copy_(values)
         send_NB = buffers.send_NB[: sum(sent.layout.splits)]
-        torch.index_select(self._pack(x_TD, slots_TK, weights_TK, buffers), 0, sent.layout.tokens_N, out=send_NB)
+        torch.index_select(buffers.packed_TB, 0, sent.layout.tokens_N, out=send_NB)
         rows = self._transport.all_to_all(
             buffers.recv_NB[: sum(sent.recv_splits)],
             send_NB,
@@ -245,16 +243,8 @@ class Exchange:
         check_tags(list(zip(*tags, strict=True)), rank=self._transport.rank)
         return Sent(layout, slots_TK, weights_TK, rows, send_pairs, pairs)
 
-    def _pack(self, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, buffers: _Buffers) -> Tensor:
-        num_tokens = x_TD.shape[0]
-        fields = [field.contiguous().view(torch.uint8) for field in (slots_TK, weights_TK, x_TD)]
-        return torch.cat([*fields, buffers.pad_TB[:num_tokens]], dim=1, out=buffers.packed_TB[:num_tokens])
-
     def _unpack(self, rows_NB: Tensor, sent: Sent) -> Arrivals:
-        row = self._row
-        slots_NK = rows_NB[:, : row.weights_begin].view(torch.int64)
-        weights_NK = rows_NB[:, row.weights_begin : row.x_begin].view(wide(row.dtype))
-        x_ND = rows_NB[:, row.x_begin : row.x_end].view(row.dtype)
+        slots_NK, weights_NK, x_ND = self._row.fields(rows_NB)
         pairs = local_pairs(slots_NK, weights_NK, rank=self._transport.rank, slots_per_rank=self.slots_per_rank)
         return Arrivals(x_ND, pairs, sent)
 

@@ -32,7 +32,7 @@ class LocalPairs:
 
 def ranks_of(slots_TK: Tensor, slots_per_rank: int) -> Tensor:
     """The rank of each slot, -1 for slot -1. int64 [T, K]."""
-    return slots_TK.div(slots_per_rank, rounding_mode="floor")
+    return torch.floor_divide(slots_TK, slots_per_rank)
 
 
 def send_layout(slots_TK: Tensor, *, slots_per_rank: int, num_ranks: int) -> SendLayout:
@@ -43,8 +43,8 @@ def send_layout(slots_TK: Tensor, *, slots_per_rank: int, num_ranks: int) -> Sen
     """
     goes_TR = torch.zeros(slots_TK.shape[0], num_ranks + 1, dtype=torch.bool, device=slots_TK.device)
     goes_TR.scatter_(1, ranks_of(slots_TK, slots_per_rank) + 1, True)  # column 0 takes the -1s
-    goes_RT = goes_TR[:, 1:].t()
-    return SendLayout(tokens_N=goes_RT.nonzero()[:, 1].contiguous(), splits=goes_RT.sum(1).tolist())
+    goes_RT = goes_TR.narrow(1, 1, num_ranks).t()
+    return SendLayout(tokens_N=goes_RT.nonzero().select(1, 1), splits=goes_RT.sum(1).tolist())
 
 
 def pair_splits(slots_TK: Tensor, *, slots_per_rank: int, num_ranks: int) -> list[int]:
@@ -60,7 +60,7 @@ def local_pairs(slots_NK: Tensor, weights_NK: Tensor, *, rank: int, slots_per_ra
     """
     here_M = (ranks_of(slots_NK, slots_per_rank) == rank).flatten().nonzero().squeeze(1)
     return LocalPairs(
-        rows_M=here_M.div(slots_NK.shape[1], rounding_mode="floor"),
+        rows_M=torch.floor_divide(here_M, slots_NK.shape[1]),
         slots_M=slots_NK.take(here_M) - rank * slots_per_rank,
         weights_M=weights_NK.take(here_M),
     )
@@ -86,7 +86,7 @@ def pair_order(slots_TK: Tensor, weights_TK: Tensor, *, slots_per_rank: int) -> 
     arrived_M = torch.empty_like(order_M)
     arrived_M[order_M] = torch.arange(order_M.shape[0], device=order_M.device)
     return PairOrder(
-        tokens_M=valid_M.div(slots_TK.shape[1], rounding_mode="floor"),
+        tokens_M=torch.floor_divide(valid_M, slots_TK.shape[1]),
         weights_M=weights_TK.take(valid_M),
         arrived_M=arrived_M,
     )

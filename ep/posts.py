@@ -45,6 +45,40 @@ class Post:
         return "all_to_all", self.send.dtype, self.send.shape[1:]
 
 
+class Collective:
+    """One exchange from the first post to the last."""
+
+    def __init__(self, size: int) -> None:
+        self.arrival: list[int] = []  # ranks in the order of posting
+        self._posts: list[Post | None] = [None] * size
+
+    def add(self, rank: int, post: Post) -> bool:
+        """True with the last one."""
+        self._posts[rank] = post
+        self.arrival.append(rank)
+        return len(self.arrival) == len(self._posts)
+
+    @property
+    def tag(self) -> Tag:
+        """Where the first to come believes to be."""
+        first = self._posts[self.arrival[0]]
+        assert first is not None
+        return first.tag
+
+    def complete(self) -> Fault | None:
+        """Compare all posts, then copy: every post's recv holds what its rank gets. Or what makes it impossible."""
+        posts = [post for post in self._posts if post is not None]
+        fault = find_fault(posts, self.arrival)
+        if fault is not None:
+            return fault
+        if posts[0].recv is None:
+            for post, rows in zip(posts, gather_all(posts), strict=True):
+                post.recv = rows
+        else:
+            copy_all(posts)
+        return None
+
+
 def odd_one_out(values: Sequence[V], arrival: Sequence[int]) -> tuple[int, V] | None:
     """(culprit, what it should have been), or None when values, one a rank, are all the same.
 

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .baton import Baton, State
 from .errors import PeerFailed, TransportError
-from .posts import Fault, Post, copy_all, find_fault, gather_all
+from .posts import Collective, Fault, Post
 from .transport import Pending, Tag
 
 X = TypeVar("X")
@@ -78,19 +78,6 @@ class _Member:
 
     num_posted: int = 0
     waits_for: int = -1  # the number of an exchange, while it waits
-    gone: bool = False  # makes no more exchanges
-
-
-@dataclass(slots=True, eq=False)
-class _Collective:
-    """One exchange until all have posted."""
-
-    posts: list[Post | None]
-    arrival: list[int] = field(default_factory=list)
-
-    @property
-    def tag(self) -> Tag:
-        return next(post.tag for post in self.posts if post is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +108,8 @@ class ThreadGroup(Generic[X]):
         self._mutex = threading.Lock()  # over everything below
         self._baton = Baton(size)
         self._members = [_Member() for _ in range(size)]
-        self._open: dict[int, _Collective] = {}
+        self._gone: set[int] = set()  # ranks that make no more exchanges
+        self._open: dict[int, Collective] = {}
         self._num_complete = 0
         self._failure: _Failure | None = None
         self._last_post = time.monotonic()
@@ -139,8 +127,7 @@ class ThreadGroup(Generic[X]):
         self._finished = threading.Event()
         self._results = [None] * self.size
         self._baton = Baton(self.size)
-        for member in self._members:
-            member.gone = False
+        self._gone.clear()
         self._threads = [
             threading.Thread(target=self._run, args=(fn, rank), name=f"rank {rank}", daemon=True)
             for rank in range(self.size)
@@ -162,7 +149,7 @@ class ThreadGroup(Generic[X]):
             self._finished.wait(GRACE_S)
             raise
         for state, thread in zip(self._baton.states, self._threads, strict=True):
-            if state is State.ENDED:
+            if state is not State.LOST:
                 thread.join()
         if self._failure is not None:
             raise self._failure.first
@@ -170,7 +157,9 @@ class ThreadGroup(Generic[X]):
 
     def stop(self, cause: BaseException) -> None:
         """Break the group from outside: every rank's next call, or the wait it sleeps in, raises TransportError."""
-        self._break_outside(_Failure(cause, partial(TransportError, f"stopped from outside: {cause!r}")))
+        with self._mutex:
+            self._fail(_Failure(cause, partial(TransportError, f"stopped from outside: {cause!r}")))
+            self._baton.wake_all()
 
     # For the transports, in the thread of `rank`, which holds the baton.
 
@@ -179,17 +168,14 @@ class ThreadGroup(Generic[X]):
         with self._mutex:
             self._raise_if_broken(rank, post.tag)
             me = self._members[rank]
-            assert not me.gone, f"rank {rank} posts {post.tag} after close()"
+            assert rank not in self._gone, f"rank {rank} posts {post.tag} after close()"
             number = me.num_posted
-            collective = self._open.get(number)
-            if collective is None:
-                collective = self._open[number] = _Collective([None] * self.size)
             me.num_posted += 1
-            collective.posts[rank] = post
-            collective.arrival.append(rank)
             self._last_post = time.monotonic()
-            if len(collective.arrival) == self.size:
-                self._complete(number, rank)
+            if number not in self._open:
+                self._open[number] = Collective(self.size)
+            if self._open[number].add(rank, post):
+                self._complete(number)
             else:
                 self._look_for_gone(number)
                 self._raise_if_broken(rank, post.tag)
@@ -219,9 +205,8 @@ class ThreadGroup(Generic[X]):
     def leave(self, rank: int) -> None:
         """`rank` makes no more exchanges; whoever needs one fails."""
         with self._mutex:
-            me = self._members[rank]
-            me.gone = True
-            self._look_for_gone(me.num_posted)
+            self._gone.add(rank)
+            self._look_for_gone(self._members[rank].num_posted)
 
     # In the rank's thread and in the watch's.
 
@@ -245,11 +230,11 @@ class ThreadGroup(Generic[X]):
         while not finished.wait(timeout_s - quiet_s):
             quiet_s = time.monotonic() - max(self._last_post, self._baton.last_pass)
             if quiet_s >= timeout_s:
-                self._break_quiet(timeout_s)
-                finished.wait(GRACE_S)
-                finished.set()
+                self._leave_behind(timeout_s)
+                quiet_s = 0.0
 
-    def _break_quiet(self, timeout_s: float) -> None:
+    def _leave_behind(self, timeout_s: float) -> None:
+        """Break the group because of the rank that runs; the others end without it."""
         with self._mutex:
             culprit = self._baton.holder
             if culprit is None:  # all have just ended
@@ -257,40 +242,34 @@ class ThreadGroup(Generic[X]):
             frame = sys._current_frames()[self._threads[culprit].ident or 0]
             place = f"{frame.f_code.co_name}, {frame.f_code.co_filename}:{frame.f_lineno}"
             cause = f"made no exchange for {timeout_s} s and is in {place}; {self._who_waits() or 'nobody waits'}"
-        error = PeerFailed(culprit, cause)
-        self._break_outside(_Failure(error, partial(PeerFailed, culprit, cause)))
-
-    def _break_outside(self, failure: _Failure) -> None:
-        with self._mutex:
-            self._fail(failure)
+            self._fail(_Failure(PeerFailed(culprit, cause), partial(PeerFailed, culprit, cause)))
+            self._baton.states[culprit] = State.LOST
             self._baton.wake_all()
+            if self._baton.all_ended:
+                self._finished.set()
 
     # Under the mutex.
 
     def _can_go_on(self, rank: int) -> bool:
         return self._members[rank].waits_for < self._num_complete or self._failure is not None
 
-    def _complete(self, number: int, last: int) -> None:
+    def _complete(self, number: int) -> None:
         collective = self._open.pop(number)
-        posts = [post for post in collective.posts if post is not None]
-        fault = find_fault(posts, collective.arrival)
-        if fault is not None:
-            error = fault(rank=last, step=posts[last].tag.step)
+        fault = collective.complete()
+        if fault is None:
+            self._num_complete = number + 1
+        else:
+            error = fault(rank=collective.arrival[-1], step=collective.tag.step)
             self._fail(_Failure(error, fault))
             raise error
-        if posts[0].recv is None:
-            for post, rows in zip(posts, gather_all(posts), strict=True):
-                post.recv = rows
-        else:
-            copy_all(posts)
-        self._num_complete = number + 1
 
     def _look_for_gone(self, number: int) -> None:
         """Fail if exchange `number` has been posted by some rank and never will be by another."""
         collective = self._open.get(number)
-        culprit = next((n for n, member in enumerate(self._members) if member.gone and member.num_posted <= number), -1)
-        if collective is None or culprit < 0:
+        behind = [rank for rank in self._gone if self._members[rank].num_posted <= number]
+        if collective is None or not behind:
             return
+        culprit = min(behind)
         count = self._members[culprit].num_posted
         cause = f"ended after {count} exchanges; ranks {sorted(collective.arrival)} need it in {collective.tag}"
         self._fail(_Failure(PeerFailed(culprit, cause), partial(PeerFailed, culprit, cause)))

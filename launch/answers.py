@@ -23,7 +23,6 @@ class Answer:
 
     prompt: Prompt
     prompt_tokens: Sequence[int]
-    seed: int | None
     stream: TextStream | None
     """None when the model folder has no tokenizer: there is no text then."""
 
@@ -31,11 +30,12 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     text: str = ""
     rank: int | None = None
+    seed: int | None = None
     finish_reason: str | None = None
 
     def take(self, event: TokenEvent) -> None:
         """Add what a step produced."""
-        self.rank = event.rank
+        self.rank, self.seed = event.rank, event.seed
         self.token_ids += event.token_ids
         self.logprobs += event.logprobs or ()
         if self.stream is not None:

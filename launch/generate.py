@@ -6,7 +6,6 @@ table of ranks go to standard error. Knows the engine by its public API; what it
 
 from __future__ import annotations
 
-import random
 import sys
 import time
 from collections.abc import Sequence
@@ -84,12 +83,12 @@ def run(flags: GenerateFlags) -> int:
     with refusals():
         folder = find_model(flags.engine.model)
         codec = TextCodec.open(folder)
-        prompts = seeded(gather_prompts(flags.prompt, flags.prompts, flags.sampling.params()), seed=flags.engine.seed)
+        prompts = gather_prompts(flags.prompt, flags.prompts, flags.sampling.params())
         token_lists = [prompt_tokens(prompt, codec, folder) for prompt in prompts]
     with refusals(), loading_bar(notes) as progress:
         config = replace(flags.engine, model=str(folder))
         engine = Engine(config, on_plan=lambda plan: announce(plan, notes), on_progress=progress)
-    for line in engine.model.warnings:
+    for line in engine.notes:
         notes.print(f"note: {line}", markup=False)
     with engine:
         answers = submit(engine, prompts, token_lists, codec)
@@ -108,17 +107,6 @@ def announce(plan: MemoryPlan, notes: Console) -> None:
     for line in plan_lines(plan, contexts=()):
         notes.print(line, markup=False)
     notes.print()
-
-
-def seeded(prompts: Sequence[Prompt], *, seed: int) -> list[Prompt]:
-    """The prompts, each with a seed of its own where it brought none, so that the answer can say which."""
-    draw = random.Random(seed)
-    return [
-        prompt
-        if prompt.params.seed is not None
-        else replace(prompt, params=replace(prompt.params, seed=draw.getrandbits(64)))
-        for prompt in prompts
-    ]
 
 
 def prompt_tokens(prompt: Prompt, codec: TextCodec | None, folder: Path) -> Sequence[int]:
@@ -146,7 +134,7 @@ def submit(
         except Refusal as refusal:
             raise Refusal(f"{prompt.origin}: {refusal}") from refusal
         stream = codec.stream(tokens) if codec is not None else None
-        answers.append(Answer(prompt=prompt, prompt_tokens=tokens, seed=prompt.params.seed, stream=stream))
+        answers.append(Answer(prompt=prompt, prompt_tokens=tokens, stream=stream))
     return answers
 
 

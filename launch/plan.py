@@ -13,12 +13,12 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from ep import buffer_bytes
-from runtime.config import DTYPES, EngineConfig
+from runtime.config import EngineConfig
 from runtime.hardware import Hardware, read_hardware
-from runtime.memory import MemoryNumbers, MemoryPlan, plan_lines, plan_memory
+from runtime.memory import MemoryPlan, plan_lines, plan_memory
 from runtime.model_config import ModelConfig, read_model_config
 from runtime.model_shapes import ParameterCounts, parameter_counts
+from runtime.settling import memory_numbers
 
 from .models import find_hardware, find_model
 from .refusal import refusals
@@ -104,7 +104,9 @@ def make_report(flags: PlanFlags) -> Report:
     """Read the model and the device and plan. Raises ValueError or OSError for what cannot be read or is not built."""
     model = read_model_config(find_model(flags.engine.model))
     device = read_hardware(find_hardware(flags.gpu))
-    plan = plan_memory(model, memory_numbers(flags.engine, model, device, on_gpu=flags.gpu != "cpu"))
+    on_gpu = flags.gpu != "cpu"
+    numbers = memory_numbers(flags.engine, model, device_bytes=device.memory_bytes, on_gpu=on_gpu)
+    plan = plan_memory(model, numbers)
     context = flags.context or min(DEFAULT_CONTEXT, plan.numbers.max_model_len)
     return Report(
         model=model,
@@ -113,34 +115,6 @@ def make_report(flags: PlanFlags) -> Report:
         plan=plan,
         context=context,
         misfits=tuple(_misfits(plan, model, context)),
-    )
-
-
-def memory_numbers(config: EngineConfig, model: ModelConfig, device: Hardware, *, on_gpu: bool) -> MemoryNumbers:
-    """What the plan depends on; a GPU's kernels take fp8 experts as they are in the file."""
-    dtype = model.dtype if config.dtype == "auto" else DTYPES[config.dtype]
-    exchange = 0
-    if model.moe is not None:
-        exchange = buffer_bytes(
-            num_ranks=config.ranks,
-            hidden=model.hidden_size,
-            top_k=model.moe.top_k,
-            dtype=dtype,
-            config=config.exchange,
-        )
-    return MemoryNumbers(
-        ranks=config.ranks,
-        dtype_bytes=dtype.itemsize,
-        device_bytes=device.memory_bytes,
-        max_model_len=config.scheduler.max_model_len or model.max_position,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        page_size=config.cache.block_size,
-        keep_fp8=on_gpu,
-        exchange_buffer_bytes=exchange,
-        gpu_memory_utilization=config.cache.gpu_memory_utilization,
-        num_pages=config.cache.num_blocks,
-        cache_bytes=config.cache.kv_cache_memory_bytes,
     )
 
 

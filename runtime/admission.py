@@ -15,7 +15,7 @@ Policy = Literal["fcfs", "priority"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
-    """How one rank fills its steps. The docstrings under the fields are the command line's help."""
+    """How one rank fills its steps."""
 
     max_num_batched_tokens: int = 8192
     """Tokens one step computes on a rank, at most: prompts are cut into chunks that fit."""

@@ -6,39 +6,33 @@ before anything is allocated. Knows every part by its constructor; does not know
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-
-import torch
 
 from attention_mla import LatentCache
-from ep import Exchange, Transport, buffer_bytes
+from ep import Exchange, Transport
 from eplb import ExpertLoad
-from moe import ExpertBank, ExpertPlacement, spread
+from moe import ExpertBank
 
 from .batch import TokenTable
 from .checkpoint import TensorSource, open_checkpoint
-from .config import DTYPES, EngineConfig
+from .config import EngineConfig
 from .decoder import Decoder
 from .dummy import DummyCheckpoint
-from .memory import MemoryNumbers, MemoryPlan, plan_memory
-from .model_config import ModelConfig, read_model_config
+from .memory import MemoryPlan
+from .model_config import ModelConfig
 from .pages import PagePool
 from .prefix import PrefixCache
 from .rows import Update
 from .scheduler import Drafter, Scheduler
+from .settling import Settled, settle
 from .weights import DecoderWeights, bytes_to_read, held_tensors, load_banks, load_shared, verify_held
 from .worker import Worker
 
 OnPlan = Callable[[MemoryPlan], None]
 OnProgress = Callable[[int, int], None]
 Emit = Callable[[int, Update], None]
-
-CPU_CACHE_BYTES = 1 << 30
-"""Latent cache of a rank on a CPU when nothing is said: memory there is shared with everything else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,43 +44,6 @@ class Parts:
     workers: tuple[Worker, ...]
     notes: tuple[str, ...]
     """What the user should know of the model's files, a line each."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
-    """A configuration in which nothing is open any more."""
-
-    config: EngineConfig
-    model: ModelConfig
-    dtype: torch.dtype
-    device: torch.device
-    placement: ExpertPlacement | None
-    plan: MemoryPlan
-
-    @property
-    def keep_fp8(self) -> bool:
-        """On a GPU kernels read fp8 experts as they are stored; on a CPU they are dequantised while loading."""
-        return self.device.type == "cuda"
-
-
-def settle(config: EngineConfig) -> Settled:
-    """Read the model's configuration and decide what was left open; reads no weight, allocates nothing.
-
-    Raises ValueError for a setting or a model that cannot run, with the arithmetic where memory is short.
-    """
-    model = read_model_config(Path(config.model))
-    device = _device(config.device)
-    dtype = model.dtype if config.dtype == "auto" else DTYPES[config.dtype]
-    placement = spread(model.moe.num_experts, config.ranks) if model.moe is not None else None
-    longest = config.scheduler.max_model_len or model.max_position
-    if longest > model.max_position:
-        raise ValueError(
-            f"max_model_len is {longest}; the model allows at most {model.max_position}, e.g. {model.max_position}"
-        )
-    config = replace(config, scheduler=replace(config.scheduler, max_model_len=longest))
-    plan = plan_memory(model, _numbers(config, model, dtype, device))
-    plan.check_fits()
-    return Settled(config=config, model=model, dtype=dtype, device=device, placement=placement, plan=plan)
 
 
 def assemble(
@@ -109,53 +66,6 @@ def assemble(
         for transport in transports
     )
     return Parts(model=settled.model, plan=settled.plan, workers=workers, notes=settled.model.warnings + source.notes)
-
-
-def _device(name: str) -> torch.device:
-    if name not in ("cpu", "cuda"):
-        raise ValueError(f"device is {name!r}; it must be cpu or cuda, e.g. cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "device is 'cuda', but torch sees no CUDA device; install a CUDA build of torch and a driver, or use cpu"
-        )
-    return torch.device(name)
-
-
-def _numbers(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> MemoryNumbers:
-    cache, scheduler = config.cache, config.scheduler
-    assert scheduler.max_model_len is not None, "max_model_len is settled before the plan"
-    cache_bytes = cache.kv_cache_memory_bytes
-    if cache_bytes is None and device.type == "cpu":
-        cache_bytes = CPU_CACHE_BYTES
-    exchange = 0
-    if model.moe is not None:
-        exchange = buffer_bytes(
-            num_ranks=config.ranks,
-            hidden=model.hidden_size,
-            top_k=model.moe.top_k,
-            dtype=dtype,
-            config=config.exchange,
-        )
-    return MemoryNumbers(
-        ranks=config.ranks,
-        dtype_bytes=dtype.itemsize,
-        device_bytes=_device_bytes(device) // config.ranks,  # all ranks are threads of one process
-        max_model_len=scheduler.max_model_len,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        page_size=cache.block_size,
-        keep_fp8=device.type == "cuda",
-        exchange_buffer_bytes=exchange,
-        gpu_memory_utilization=cache.gpu_memory_utilization,
-        num_pages=cache.num_blocks,
-        cache_bytes=cache_bytes,
-    )
-
-
-def _device_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _source(settled: Settled) -> TensorSource:

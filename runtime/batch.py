@@ -28,13 +28,13 @@ class TokenTable:
 
     def __init__(self, num_slots: int, max_len: int, *, device: torch.device) -> None:
         self.tokens = torch.zeros(num_slots, max_len + 1, dtype=torch.int64, device=device)
-        self._owner: list[tuple[str, int] | None] = [None] * num_slots
+        self._owner: list[tuple[Request, int] | None] = [None] * num_slots
 
     def admit(self, rows: Sequence[Row]) -> None:
         """Write what the device does not have yet: requests new in their slot, whole, and the drafts of this step."""
         for row in rows:
             request, slot = row.request, _slot(row.request)
-            stay = (request.id, request.num_preemptions)
+            stay = (request, request.num_preemptions)  # the object: an id may come again
             if self._owner[slot] != stay:
                 self._owner[slot] = stay
                 self._write(slot, 0, request.tokens)

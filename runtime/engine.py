@@ -274,6 +274,7 @@ class Engine:
         return TokenEvent(
             request_id=update.request.id,
             rank=rank,
+            seed=output.seed,
             token_ids=tuple(update.new_tokens),
             logprobs=None if output.logprobs is None else tuple(update.logprobs or ()),
             finish_reason=update.finish_reason,

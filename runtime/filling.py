@@ -23,19 +23,14 @@ Drafter = Callable[[Request], Sequence[int]]
 
 
 class _Step:
-    """The step being proposed: its rows, what is left of its budget, and what a lack of pages forbids.
+    """The step being proposed: its rows, what is left of its budget, and whether a lack of pages closes the door."""
 
-    short    somebody waits for pages: nobody after it takes one
-    closed   somebody waits or was preempted: nobody is admitted
-    """
-
-    __slots__ = ("budget", "closed", "prefill_tokens", "rows", "short")
+    __slots__ = ("budget", "closed", "prefill_tokens", "rows")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.prefill_tokens = 0
         self.rows: list[Row] = []
-        self.short = False
         self.closed = False
 
     def proposal(self) -> Proposal:
@@ -80,7 +75,7 @@ class StepFiller:
             elif gap == 1 and step.budget and self._may_decode(request) and self._grow(step, request, num_known):
                 num_drafts = 0
                 if self._drafter is not None:
-                    num_drafts = self._draft(step, request, spare=step.budget - (len(running) - index))
+                    num_drafts = self._draft(request, spare=step.budget - (len(running) - index))
                 step.rows.append(Row(request, request.num_computed, 1 + num_drafts, num_drafts, True))
                 step.budget -= 1 + num_drafts
         return prompts
@@ -91,7 +86,7 @@ class StepFiller:
             return False
         return not request.num_pending or (request.num_known < request.max_len and self._drafter is None)
 
-    def _draft(self, step: _Step, request: Request, *, spare: int) -> int:
+    def _draft(self, request: Request, *, spare: int) -> int:
         """Ask for drafts and keep those that fit: within `spare` tokens of budget, the length limit and free pages.
 
         `spare` is what is left when every running request has its next token; for drafts nobody is preempted.
@@ -101,7 +96,7 @@ class StepFiller:
         limit = min(spare, request.max_len - num_known - 1)
         request.drafts = list(self._drafter(request)[:limit]) if limit > 0 else []
         room = len(request.pages) * self._pool.page_size - num_known
-        if len(request.drafts) > room and not step.short:
+        if len(request.drafts) > room:
             pages = self._pool.allocate(self._pool.pages_for(len(request.drafts) - room)) or []
             request.pages += pages
             room += len(pages) * self._pool.page_size
@@ -151,30 +146,23 @@ class StepFiller:
         if request.num_preemptions == 0:
             request.num_cached = request.num_computed
 
-    def _grow(self, step: _Step, request: Request, num_tokens: int) -> bool:
-        """Give the request pages for its first `num_tokens` tokens; False when it must wait a step for them.
+    def _grow(self, step: _Step, request: Request, num_known: int) -> bool:
+        """A page for the newest token, should the request's last one be full; False when it must wait for one.
 
-        Once somebody waits, nobody after it takes a page in this step: what is free or coming is for the older one.
+        Nobody is admitted in a step in which somebody lacked a page.
         """
-        need = self._pool.pages_for(num_tokens) - len(request.pages)
-        if need <= 0:
+        if num_known <= len(request.pages) * self._pool.page_size:
             return True
-        if step.short:
-            return False
-        pages = self._pool.allocate(need)
-        if pages is None:
+        if not self._pool.num_free:
             step.closed = True
-            self._make_room(request, need)
-            pages = self._pool.allocate(need)
-        if pages is None:
-            step.short = True
-            return False
-        request.pages += pages
-        return True
+            self._make_room(request)
+        page = self._pool.allocate(1)
+        request.pages += page or ()
+        return page is not None
 
-    def _make_room(self, needy: Request, need: int) -> None:
-        """Preempt the last in order until `need` pages are free or coming; never one that is before the needy."""
-        while self._pool.num_free + self._roster.num_coming() < need:
+    def _make_room(self, needy: Request) -> None:
+        """Preempt the last in order until a page is free or coming; never one that is before the needy."""
+        while not self._pool.num_free and not self._roster.num_coming():
             victim = self._roster.running[-1]
             if victim is needy:
                 return

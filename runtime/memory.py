@@ -196,10 +196,11 @@ def pages_of(tokens: int, page_size: int) -> int:
 
 
 def gib(num_bytes: int) -> str:
-    """Bytes in words: GiB; MiB below a tenth of one; bytes below a MiB."""
-    if num_bytes < 1 << 20:
-        return f"{num_bytes} B"
-    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB // 10 else f"{num_bytes / (1 << 20):.2f} MiB"
+    """Bytes in words: GiB, MiB below a tenth of one, KiB below a tenth of that."""
+    for unit, size in (("GiB", _GIB), ("MiB", 1 << 20)):
+        if num_bytes >= size // 10:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes / 1024:.2f} KiB"
 
 
 def _weights(model: ModelConfig, numbers: MemoryNumbers, slots: int) -> WeightBytes:

@@ -10,10 +10,11 @@ from .samples import TokenLogprob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """Tokens that one request got in one step; `finish_reason` is set in its last event."""
+    """Tokens that one request got in one step; `finish_reason` is set in its last event, `seed` in all."""
 
     request_id: str
     rank: int
+    seed: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None
     finish_reason: FinishReason | None

@@ -208,7 +208,7 @@ class Rehearsal:
         assert request.status is Status.RUNNING, f"request {request.id} has a row, but does not run"
         assert row.num_tokens >= 1
         assert row.samples == (row.end == request.num_known + row.num_drafts)
-        assert row.end <= request.max_len, f"request {request.id} computes what it can never need"
+        assert row.end < request.max_len, f"request {request.id} computes what it can never need"
         assert not threshold or not row.is_prefill or row.num_tokens <= threshold
         assert len(request.pages) >= self.pool.pages_for(row.end), f"request {request.id} has no page for its row"
 

@@ -31,6 +31,7 @@ YARNS = [
     pytest.param(1e6, {"factor": 4.0, "mscale_all_dim": 0.5}, id="mscale_all_dim-alone"),
     pytest.param(1e6, {"factor": 4.0}, id="no-mscales"),
     pytest.param(10.0, {"factor": 4.0, "original": 8, "beta_fast": 64.0}, id="ramp-clamped-at-both-ends"),
+    pytest.param(1e4, {"factor": 4.0, "original": 6}, id="ramp-without-length"),
 ]
 
 

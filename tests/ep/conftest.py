@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ep import ThreadTransport, run_ranks
+from ep import Exchange, ExchangeConfig, Kind, Tag, ThreadTransport, run_ranks
 
 LIMIT_S = 20.0
 
@@ -39,3 +39,42 @@ def errors_of():
         return errors, raised.value
 
     return run
+
+
+@pytest.fixture
+def meet():
+    """meet(transport, step, layer=0): one exchange of everybody with everybody under that tag; the ranks."""
+
+    def gather(transport: ThreadTransport, step: int, *, layer: int = 0) -> torch.Tensor:
+        return transport.all_gather(torch.tensor([transport.rank]), tag=Tag(step, layer, 0, 0, Kind.CHECK)).wait()
+
+    return gather
+
+
+@pytest.fixture
+def make():
+    """make(transport, num_slots=...): a small float64 Exchange, but for what is given."""
+
+    def exchange(
+        transport,
+        *,
+        num_slots,
+        hidden=4,
+        top_k=2,
+        dtype=torch.float64,
+        combine="ranks",
+        round_tokens=8,
+        num_tracks=1,
+    ) -> Exchange:
+        return Exchange(
+            transport,
+            num_slots=num_slots,
+            hidden=hidden,
+            top_k=top_k,
+            dtype=dtype,
+            device="cpu",
+            config=ExchangeConfig(combine=combine, round_tokens=round_tokens),
+            num_tracks=num_tracks,
+        )
+
+    return exchange

@@ -22,11 +22,11 @@ CODEC = Letters()
 
 def answer(name: str, *, params: SamplingParams | None = None, codec: TextCodec | None = CODEC) -> Answer:
     prompt = Prompt(id=name, text=f"{name}: ", params=params or SamplingParams(), origin=name)
-    return Answer(prompt=prompt, prompt_tokens=(1, 2), seed=3, stream=codec.stream() if codec else None)
+    return Answer(prompt=prompt, prompt_tokens=(1, 2), stream=codec.stream() if codec else None)
 
 
 def event(name: str, *token_ids: int, reason=None, rank: int = 0, logprobs=None) -> TokenEvent:
-    return TokenEvent(request_id=name, rank=rank, token_ids=token_ids, logprobs=logprobs, finish_reason=reason)
+    return TokenEvent(request_id=name, rank=rank, seed=3, token_ids=token_ids, logprobs=logprobs, finish_reason=reason)
 
 
 def test_a_record_has_the_fields_that_are_promised_and_logprobs_only_when_asked():

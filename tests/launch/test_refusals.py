@@ -93,7 +93,7 @@ def test_an_empty_prompt_is_refused(refused, tiny):
 def test_a_token_id_of_the_vocabularys_size_is_refused(refused, tiny, requests_file):
     file = requests_file({"prompt_token_ids": [1]}, {"prompt_token_ids": [0, 2048]})
     assert refused("generate", tiny, "--prompts", file, "--num-blocks", "64") == (
-        f"{file}:2: prompt[1] = 2048: must be a token id from 0 to 2047 (vocabulary of 2048), e.g. 2047"
+        f"{file}:2: prompt[1] = 2048: must be a token id from 0 to 2047, the vocabulary's last, e.g. 2047"
     )
 
 

@@ -174,7 +174,7 @@ def test_everything_goes_to_one_expert(combine: Combine) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_in_slots_mode_not_one_bit_depends_on_where_experts_sit(dtype: torch.dtype) -> None:
-    """Each expert gets the same rows in the same order, whoever holds it. Every slot starts at a multiple of 64 bytes."""
+    """Each expert gets the same rows in the same order, whoever holds it. Slots start at multiples of 64 bytes."""
     config = replace(V3, hidden_size=57, intermediate_size=32)
     backwards = ExpertPlacement(num_ranks=4, slots_per_rank=5, slot_experts=(*range(15, -1, -1), -1, -1, -1, -1))
     placements = [spread(16, 4), backwards]

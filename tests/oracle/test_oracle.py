@@ -18,9 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime import Engine, EngineConfig, SamplingParams
-from runtime.engine import RequestOutput
-from runtime.scheduler import SchedulerConfig
+from runtime import Engine, EngineConfig, RequestOutput, SamplingParams, SchedulerConfig
 
 from .families import FP8, NEAR_TIE, NUM_TOKENS, PROMPT_LENGTHS, Family
 

@@ -95,6 +95,15 @@ def test_expert_counts_are_of_real_tokens_and_all_of_them(small_v3: Path):
             assert worker.load.num_tokens == worker.counters.computed_tokens
 
 
+def test_an_id_may_be_used_again_for_another_prompt(small_v3: Path):
+    with Engine(engine_config(small_v3, Settings())) as engine:
+        [truth] = engine.generate([[9, 8, 7]], GREEDY)
+        for prompt in ([5, 6, 7], [9, 8, 7]):
+            engine.submit(prompt, GREEDY, request_id="same")
+            [output] = engine.run()
+    assert output.token_ids == truth.token_ids
+
+
 def test_idle_ranks_step_as_often_as_busy_ones(small_v3: Path):
     with Engine(engine_config(small_v3, Settings(ranks=4))) as engine:
         engine.submit([5, 6, 7], GREEDY, rank=2)

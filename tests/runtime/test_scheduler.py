@@ -283,6 +283,26 @@ def test_parked_pages_count_as_coming_so_nobody_else_is_preempted() -> None:
     assert bench.launch() == [("a", 8, 1, "+")]
 
 
+def test_preempted_request_comes_back_only_when_all_its_tokens_are_read() -> None:
+    bench = Bench(pages=8, max_model_len=16)
+    a, b, c = make_request("a", 3), make_request("b", 3, arrival=2), make_request("c", 13, arrival=1)
+    bench.add(a, b)
+    bench.step()
+    bench.add(c)  # older than b; it holds four pages and is never launched
+    bench.launch(prefill_allowed=0)
+    for position in (4, 5, 6, 7):
+        assert bench.launch(prefill_allowed=0) == [("a", position, 1, "+"), ("b", position, 1, "+")]
+        bench.read()
+    assert bench.launch(prefill_allowed=0) == []  # a lacks a page
+    assert (b.status, b.in_flight, c.status) == (Status.WAITING, 1, Status.RUNNING)
+    bench.scheduler.abort("c")
+    assert bench.pool.num_free == 4
+    assert bench.launch() == [("a", 8, 1, "+")]  # b would fit, but a token of it is still to be read
+    bench.read()
+    bench.read()
+    assert ("b", 0, 9, "+") in bench.launch()
+
+
 def test_head_of_the_line_blocks_those_behind_it() -> None:
     bench = Bench(pages=6, max_model_len=24)
     bench.add(make_request("a", 4), make_request("b", 17, arrival=1), make_request("c", 1, arrival=2))

@@ -184,6 +184,7 @@ def run_machine(*, num_examples: int, num_moves: int) -> None:
     )
 
 
+@pytest.mark.timeout(600)  # a failure takes hypothesis longer than a success: it looks for the shortest one
 def test_no_order_of_moves_breaks_a_rule() -> None:
     run_machine(num_examples=150, num_moves=40)
 
