@@ -196,11 +196,11 @@ def pages_of(tokens: int, page_size: int) -> int:
 
 
 def gib(num_bytes: int) -> str:
-    """Bytes in words: GiB, MiB below a tenth of one, KiB below a tenth of that."""
+    """Bytes in words: GiB, MiB below a tenth of one, KiB below a tenth of that, and single ones below a KiB."""
     for unit, size in (("GiB", _GIB), ("MiB", 1 << 20)):
         if num_bytes >= size // 10:
             return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes / 1024:.2f} KiB"
+    return f"{num_bytes / 1024:.2f} KiB" if num_bytes >= 1024 else f"{num_bytes} B"
 
 
 def _weights(model: ModelConfig, numbers: MemoryNumbers, slots: int) -> WeightBytes:
