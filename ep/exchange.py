@@ -12,6 +12,7 @@ Legend: T tokens here, D model, K top-k, R ranks, N rows received, M (row, slot)
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,9 @@ from .errors import TagMismatch
 from .layout import LocalPairs, local_pairs, send_layout
 from .posts import odd_one_out
 from .transport import Kind, Pending, Tag, Transport
+
+MOST_ROUND_TOKENS = 1 << 20
+"""Tokens of one round at most: more than any batch has, and buffers whose bytes can still be counted in 64 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +45,11 @@ class ExchangeConfig:
             raise ValueError(f"combine = {self.combine!r}: must be one of {', '.join(COMBINES)}, for example ranks")
         if self.round_tokens < 1:
             raise ValueError(f"round_tokens = {self.round_tokens}: must be at least 1, for example 1024")
+        if self.round_tokens > MOST_ROUND_TOKENS:
+            raise ValueError(
+                f"round_tokens = {reprlib.repr(self.round_tokens)}: must be at most {MOST_ROUND_TOKENS}, "
+                "for example 1024"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

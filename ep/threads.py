@@ -161,6 +161,16 @@ class ThreadGroup(Generic[X]):
             self._fail(_Failure(cause, partial(TransportError, f"stopped from outside: {cause!r}")))
             self._baton.wake_all()
 
+    def wait_for_end(self, timeout_s: float = GRACE_S) -> bool:
+        """Wait until no rank's thread is left, after `stop`; False when one still runs.
+
+        A thread that computes while the program ends would take the program down with it.
+        """
+        until = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(until - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
     # For the transports, in the thread of `rank`, which holds the baton.
 
     def post(self, rank: int, post: Post) -> int:

@@ -91,17 +91,24 @@ def test_the_sum_of_small_and_large_keeps_what_the_wide_dtype_holds(make, combin
 
 
 @pytest.mark.parametrize(
-    ("combine", "size", "expected"),
-    [("ranks", 3, 0.0), ("slots", 3, 1.0), ("ranks", 1, 1.0), ("slots", 1, 1.0)],
+    ("values", "combine", "size", "expected"),
+    [
+        ((1e16, 1.0, -1e16), "ranks", 3, 0.0),
+        ((1e16, 1.0, -1e16), "slots", 3, 1.0),
+        ((1e16, 1.0, -1e16), "ranks", 1, 1.0),
+        ((1e16, 1.0, -1e16), "slots", 1, 1.0),
+        ((1e16, -1e16, 1.0), "ranks", 3, 1.0),
+        ((1e16, -1e16, 1.0), "slots", 3, 0.0),
+    ],
 )
-def test_the_order_of_the_sum_is_ranks_in_between_and_top_k_within(make, combine, size, expected):
-    """Slots give 1e16, 1, -1e16; a token asks for slots 2, 0, 1. Added in that order they make 1, by slot 0."""
+def test_the_order_of_the_sum_is_ranks_in_between_and_top_k_within(make, values, combine, size, expected):
+    """A token asks for slots 2, 0, 1, one a rank. Of 1e16, 1 and -1e16 the 1 survives only if it is added last."""
 
     def fn(transport):
         exchange = make(transport, num_slots=3, hidden=1, top_k=3, combine=combine)
         slots, weights = torch.tensor([[2, 0, 1]]), torch.ones(1, 3, dtype=torch.float64)
         arrivals = exchange.dispatch(torch.zeros(1, 1, dtype=torch.float64), slots, weights, tag=TAG).wait()
-        values_L = torch.tensor([1e16, 1.0, -1e16], dtype=torch.float64)
+        values_L = torch.tensor(values, dtype=torch.float64)
         y = values_L[arrivals.slots_M + transport.rank * exchange.slots_per_rank][:, None]
         return exchange.combine(y, arrivals, tag=TAG).wait().item()
 
@@ -259,3 +266,14 @@ def test_the_fields_of_a_row_are_aligned_and_follow_each_other(hidden, top_k, dt
     assert (slots, x) == (8 * top_k, hidden * dtype.itemsize)
     assert slots % wide(dtype).itemsize == (slots + weights) % dtype.itemsize == row.num_bytes % 8 == 0
     assert 0 <= pad < 8
+
+
+@pytest.mark.parametrize("round_tokens", [10**21, 10**400, (1 << 20) + 1])
+def test_a_round_of_too_many_tokens_is_refused_with_field_value_and_rule(round_tokens):
+    with pytest.raises(ValueError, match=r"^round_tokens = 10\d*\.*\d*: must be at most 1048576, for example 1024$"):
+        ExchangeConfig(round_tokens=round_tokens)
+
+
+def test_the_largest_round_of_the_widest_rows_can_be_counted():
+    config = ExchangeConfig(round_tokens=1 << 20)
+    assert buffer_bytes(num_ranks=1 << 14, hidden=1 << 20, top_k=1 << 14, dtype=torch.float64, config=config) > 1 << 56
