@@ -27,6 +27,7 @@ def read_hardware(path: Path | str) -> Hardware:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
+    data.pop("costs", None)  # what operations take there: see `cost_tables`
     names = [field.name for field in fields(Hardware)]
     for name in data:
         if name not in names:

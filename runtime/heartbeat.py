@@ -1,19 +1,33 @@
 """The agreement before every step: each rank votes one row of integers, a pure function of all rows is the plan.
 
 Whatever could differ between ranks is settled here and nowhere else, so no rank branches around a collective on data
-that only it has. `decide` knows nothing of tensors, transports or clocks: the same votes give every rank the same plan.
+that only it has. `decide` knows nothing of tensors, transports or clocks: the same votes and the same state give every
+rank the same plan and the same next state.
 
 Order of one step (n) at async depth 1:
 
-    propose(n)   vote(n) ---- all-gather ---- decide(votes) -> plan(n)   commit(n)   launch(n)   read(n - 1)
+    propose(n)   vote(n) ---- all-gather ---- decide(votes, state) -> plan(n)   commit(n)   launch(n)   read(n - 1)
+
+A *wave* goes from idle to idle. Pause and drain are wishes that every vote repeats, not events: said twice they mean
+the same as once, and taking one back is enough to go on.
+
+    pause    in force as soon as any rank wishes it: nothing is launched, what is in flight is read; `paused` when the
+             votes show nothing in flight anywhere. Requests keep their pages; the first votes without the wish go on.
+    drain    in force as soon as any rank wishes it: the door takes nothing new (see `routing`), steps go on as ever;
+             `drained` when no rank has a request or a step in flight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, field
 
-from ep import SerriedError
+from ep.errors import SerriedError
+
+from .cadence import CadenceConfig, CadenceState, Reason, StepBudget, advance, tokens_run
+from .votes import Vote
+
+__all__ = ["MUST_AGREE", "Disagreement", "HeartbeatState", "StepPlan", "Vote", "decide"]
 
 
 class Disagreement(SerriedError):
@@ -26,75 +40,89 @@ class Disagreement(SerriedError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vote:
-    """What one rank says before a step; every field is one int64 of the row, in this order.
+class HeartbeatState:
+    """What the next plan depends on besides the votes; equal on all ranks as long as they saw the same votes."""
 
-    sequence         steps this rank has agreed to so far
-    epoch            placement epoch in force here
-    config_hash      63 bits over everything that must be configured alike
-    decode_tokens    tokens of rows that end in a sampled token and hold no prompt chunk
-    prefill_tokens   tokens of all other rows
-    unfinished       requests that have not ended, those in flight included
-    in_flight        steps launched here whose tokens the host has not read
-    """
-
-    sequence: int
-    epoch: int
-    config_hash: int
-    decode_tokens: int
-    prefill_tokens: int
-    unfinished: int
-    in_flight: int
-
-    def row(self) -> list[int]:
-        """The vote as integers, in field order."""
-        return list(astuple(self))
+    cadence: CadenceState = field(default_factory=CadenceState)
+    wave: int = 0
 
     @classmethod
-    def from_row(cls, row: Sequence[int]) -> Vote:
-        """The inverse of `row()`."""
-        names = [field.name for field in fields(cls)]
-        return cls(**dict(zip(names, row, strict=True)))
+    def start(cls, config: CadenceConfig, *, budget: StepBudget | None = None) -> HeartbeatState:
+        """Before the first step. `budget` turns `config.itl_target_ms` into tokens (see `costs.ItlBudget`)."""
+        return cls(cadence=CadenceState(config=config, budget=budget))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What every rank does in this step.
 
-    step       its number, equal on all ranks
-    bucket     the largest number of tokens any rank runs; 0 = no rank has a token, so nobody runs the layers
-    epoch      placement epoch in force
-    last       True when no rank has an unfinished request: the wave ends instead of a step
-    stalled    True when work is left, no rank can move and nothing is in flight: a scheduler's fault, never waited out
+    step              its number, equal on all ranks
+    wave              waves that ended before it
+    bucket            the largest number of tokens any rank runs; 0 = no rank has one, so nobody runs the layers
+    epoch             placement epoch in force
+    prefill_allowed   tokens that a rank may spend on rows that prefill; None = all it proposed
+    reason            why prompts are released or put off
+    last              the wave ends instead of a step: no rank has an unfinished request, nothing is in flight
+    stalled           work is left, no rank can move and nothing is in flight: a scheduler's fault, never waited out
+    pause, paused     launch nothing; and nothing is in flight anywhere
+    drain, drained    take no new request; and none is left anywhere
+    failed            the lowest rank that votes an error, None when there is none: everybody stops
     """
 
     step: int
+    wave: int
     bucket: int
     epoch: int
+    prefill_allowed: int | None
+    reason: Reason
     last: bool
     stalled: bool
+    pause: bool
+    paused: bool
+    drain: bool
+    drained: bool
+    failed: int | None
 
 
 MUST_AGREE = ("sequence", "epoch", "config_hash")
 
 
-def decide(votes: Sequence[Vote]) -> StepPlan:
-    """The plan that follows from all ranks' votes (index = rank); pure, and total once the votes agree.
+def decide(votes: Sequence[Vote], state: HeartbeatState) -> tuple[StepPlan, HeartbeatState]:
+    """The plan that follows from all ranks' votes (index = rank), and the state for the next ones.
 
-    Raises Disagreement naming the field and the rank outside the majority (the highest such rank on a tie).
+    Pure, and total once the votes agree. Raises Disagreement naming the field and the rank outside the majority (the
+    highest such rank on a tie).
     """
     for name in MUST_AGREE:
         _check_agree(votes, name)
-    bucket = max(vote.decode_tokens + vote.prefill_tokens for vote in votes)
+    failed = next((rank for rank, vote in enumerate(votes) if vote.error), None)
+    pause = any(vote.pause for vote in votes)
+    drain = any(vote.drain for vote in votes)
     unfinished = any(vote.unfinished for vote in votes)
-    moving = bucket > 0 or any(vote.in_flight for vote in votes)
-    return StepPlan(
+    quiet = not any(vote.in_flight for vote in votes)
+    last = failed is None and quiet and not unfinished
+    allowed, cadence, reason = 0, state.cadence, Reason.HALTED
+    if unfinished and not pause and failed is None:
+        allowed, cadence, reason = advance(votes, state.cadence)
+    bucket = 0 if reason is Reason.HALTED else max([tokens_run(vote, allowed) for vote in votes])
+    plan = StepPlan(
         step=votes[0].sequence,
+        wave=state.wave,
         bucket=bucket,
         epoch=votes[0].epoch,
-        last=not unfinished,
-        stalled=unfinished and not moving,
+        prefill_allowed=allowed,
+        reason=reason,
+        last=last,
+        stalled=reason is not Reason.HALTED and bucket <= 0 and quiet,
+        pause=pause,
+        paused=pause and quiet,
+        drain=drain,
+        drained=drain and last,
+        failed=failed,
     )
+    if last:
+        return plan, HeartbeatState(cadence=cadence.next_wave(), wave=state.wave + 1)
+    return plan, HeartbeatState(cadence=cadence, wave=state.wave)
 
 
 def _check_agree(votes: Sequence[Vote], name: str) -> None:
