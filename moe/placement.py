@@ -7,6 +7,7 @@ Legend: T tokens here, E experts, K top-k, X copies of one expert, R ranks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 
 import torch
 from torch import Tensor
@@ -37,10 +38,11 @@ class ExpertPlacement:
             )
         held = {expert for expert in self.slot_experts if expert != -1}
         if not held or min(held) < 0:
-            raise ValueError(f"slot_experts {self.slot_experts} must hold experts from 0 on, -1 for an empty slot")
-        missing = sorted(set(range(max(held) + 1)) - held)
-        if missing:
-            raise ValueError(f"slot_experts leaves out experts {missing[:8]}: every expert needs at least one slot")
+            wrong = min(held) if held else -1
+            raise ValueError(f"slot_experts holds {wrong}: must hold experts from 0 on, -1 for an empty slot")
+        if len(held) <= max(held):
+            missing = islice((expert for expert in count() if expert not in held), min(max(held) + 1 - len(held), 8))
+            raise ValueError(f"slot_experts leaves out experts {list(missing)}: every expert needs at least one slot")
 
     @property
     def num_slots(self) -> int:

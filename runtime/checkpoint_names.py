@@ -44,7 +44,7 @@ class NameMap:
 
 def map_names(names: Iterable[str], model: ModelConfig, *, file_of: Mapping[str, str]) -> NameMap:
     """Sort a checkpoint's names out. Raises CheckpointError for one that the model has no place for."""
-    stored = {name.removeprefix(_TEXT_PREFIX): name for name in names if not _is_skipped(name)}
+    stored = _without_prefix(names, file_of)
     mtp = {name for name, layer in _past_the_last(stored, model) if _is_mtp(stored, model, layer)}
     expected = set(shared_tensors(model))
     kept: dict[str, str] = {}
@@ -59,8 +59,28 @@ def map_names(names: Iterable[str], model: ModelConfig, *, file_of: Mapping[str,
     return NameMap(stored=kept, notes=notes)
 
 
-def _is_skipped(name: str) -> bool:
+def is_skipped(name: str) -> bool:
+    """Whether a tensor belongs to a part that is never read: pictures, or a stray rotary table."""
     return name.startswith(_OTHER_PARTS) or name.endswith(_STRAY)
+
+
+def _without_prefix(names: Iterable[str], file_of: Mapping[str, str]) -> dict[str, str]:
+    """The model's name -> the name in the files. CheckpointError when two of these are one of those."""
+    stored: dict[str, str] = {}
+    for raw in names:
+        name = raw.removeprefix(_TEXT_PREFIX)
+        if is_skipped(raw):
+            continue
+        if name in stored:
+            first = stored[name]
+            raise CheckpointError(
+                tensor=name,
+                file=file_of[raw],
+                expected="one tensor of this name",
+                found=f"{first} in {file_of[first]} and {raw} here",
+            )
+        stored[name] = raw
+    return stored
 
 
 def _past_the_last(names: Iterable[str], model: ModelConfig) -> list[tuple[str, int]]:

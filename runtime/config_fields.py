@@ -6,17 +6,32 @@ A `Fields` knows names, values and the defaults of the model's class; it does no
 from __future__ import annotations
 
 import json
-import math
+import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn, TypeVar
 
 Choice = TypeVar("Choice", bound=str)
 _ABSENT = object()
 
+LARGEST_SIZE = 1 << 20
+"""What a whole number is at most unless its reader says otherwise: far past the sizes of any published model."""
+_LARGEST_NUMBER = 1e12
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 3
+_SHORT.maxstring = _SHORT.maxother = 60
+_MOST_SHOWN = 100
+
+
+def shown(value: object) -> str:
+    """A value as an error says it: its repr, cut to 100 characters however long or deep it is."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
 
 def refuse(field: str, value: object, rule: str) -> NoReturn:
     """Raise the one kind of error a configuration gives: the field, its value, and the rule with what is allowed."""
-    raise ValueError(f"{field} is {value!r}; {rule}")
+    raise ValueError(f"{field} is {shown(value)}; {rule}")
 
 
 class Fields:
@@ -51,24 +66,30 @@ class Fields:
             return self._defaults[name]
         raise ValueError(f"{self.full_name(name)} is missing; the file must state it")
 
-    def integer(self, name: str, default: Any = _ABSENT, *, low: int = 1) -> int:
-        """A whole number of at least `low`; 4096.0 counts as one."""
+    def integer(self, name: str, default: Any = _ABSENT, *, low: int = 1, high: int = LARGEST_SIZE) -> int:
+        """A whole number from `low` to `high`; 4096.0 counts as one."""
         value = self.get(name, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             self.refuse(name, f"it must be a whole number of at least {low}, e.g. {max(low, 1)}")
+        if value > high:
+            self.refuse(name, f"it must be at most {high}, e.g. {high}")
         return value
 
-    def integer_or_none(self, name: str, default: Any = _ABSENT, *, low: int = 1) -> int | None:
-        """A whole number of at least `low`, or null."""
-        return None if self.get(name, default) is None else self.integer(name, default, low=low)
+    def integer_or_none(
+        self, name: str, default: Any = _ABSENT, *, low: int = 1, high: int = LARGEST_SIZE
+    ) -> int | None:
+        """A whole number from `low` to `high`, or null."""
+        return None if self.get(name, default) is None else self.integer(name, default, low=low, high=high)
 
-    def number(self, name: str, default: Any = _ABSENT, *, above: float = 0.0) -> float:
-        """A finite number greater than `above`."""
+    def number(self, name: str, default: Any = _ABSENT, *, above: float = 0.0, high: float = _LARGEST_NUMBER) -> float:
+        """A number greater than `above` and at most `high`."""
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= above:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > above:
             self.refuse(name, f"it must be a number above {above:g}, e.g. {above + 1:g}")
+        if value > high:
+            self.refuse(name, f"it must be at most {high:g}, e.g. {min(above + 1, high):g}")
         return float(value)
 
     def boolean(self, name: str, default: Any = _ABSENT) -> bool:
@@ -87,7 +108,8 @@ class Fields:
 
     def require(self, name: str, expected: object, why: str, *, default: Any = _ABSENT) -> None:
         """The field must have the one value that is implemented."""
-        if self.get(name, expected if default is _ABSENT else default) != expected:
+        value = self.get(name, expected if default is _ABSENT else default)
+        if value != expected or isinstance(value, bool) != isinstance(expected, bool):
             self.refuse(name, f"{why}; it must be {json.dumps(expected)}")
 
     def unread(self, harmless: Collection[str] = ()) -> list[str]:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from moe.quant import BLOCK, dequantize_blocks, num_blocks, quantize_blocks
+from moe.quant import dequantize_blocks, quantize_blocks
 
+from .checkpoint import Wanted
 from .model_config import ModelConfig
 from .model_shapes import EMBED, Shape
+from .progress import Progress
 
 # Numbers drawn at a time, a whole number of rows: small enough for memory, and fixed, so that the sequence is.
 _PIECE = 1 << 22
@@ -43,12 +45,23 @@ class DummyCheckpoint:
         """Nothing is read."""
         return 0
 
-    def read_into(self, name: str, out: Tensor) -> None:
-        """Draw `out`; an fp8 tensor is quantised and back, so that it equals what `read_fp8_into` gives."""
-        if self.is_fp8(name):
-            values, scale_inv = self._quantized(name, out.shape)
-            out.copy_(dequantize_blocks(values, scale_inv, out.dtype))
-            return
+    def read(self, wanted: Sequence[Wanted], *, progress: Progress | None = None) -> None:  # noqa: ARG002
+        """Draw all of these; a tensor that is quantised and back equals what it is when it stays quantised."""
+        for each in wanted:
+            if self.is_fp8(each.name):
+                self._quantize_into(each)
+            else:
+                self._draw_into(each.name, each.out)
+
+    def _quantize_into(self, wanted: Wanted) -> None:
+        values, scale_inv = self._quantized(wanted.name, wanted.out.shape)
+        if wanted.scale_inv is None:
+            wanted.out.copy_(dequantize_blocks(values, scale_inv, wanted.out.dtype))
+        else:
+            wanted.out.copy_(values)
+            wanted.scale_inv.copy_(scale_inv)
+
+    def _draw_into(self, name: str, out: Tensor) -> None:
         width = _width(name, out.shape)
         if width == 0.0:
             out.fill_(1.0)
@@ -57,13 +70,6 @@ class DummyCheckpoint:
         rows = max(_PIECE // max(math.prod(out.shape[1:]), 1), 1)
         for part in out.split(rows):
             part.copy_(torch.empty(part.shape, dtype=torch.float32).uniform_(-width, width, generator=generator))
-
-    def read_fp8_into(self, name: str, out: Tensor, scale_inv: Tensor) -> None:
-        """Draw and quantise in 128 x 128 blocks."""
-        assert scale_inv.shape == (num_blocks(out.shape[0]), num_blocks(out.shape[1])), f"blocks of {BLOCK}"
-        values, scales = self._quantized(name, out.shape)
-        out.copy_(values)
-        scale_inv.copy_(scales)
 
     def _quantized(self, name: str, shape: torch.Size) -> tuple[Tensor, Tensor]:
         width = _width(name, shape)

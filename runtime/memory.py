@@ -15,10 +15,13 @@ from attention_mla import mla_shapes
 from moe import expert_shapes, mlp_shapes, router_shapes, shared_shapes, spread
 from moe.quant import num_blocks
 
+from .config_fields import shown
 from .model_config import ModelConfig
 from .model_shapes import total
 
 _GIB = 1 << 30
+# GiB past which nobody needs to know how many, and a number may be too long to print.
+_COUNTLESS = 10**9
 _TOKEN_ID_BYTES = 8
 _SCALE_BYTES = 4
 
@@ -44,6 +47,8 @@ class MemoryNumbers:
     gpu_memory_utilization: float = 0.92
     num_pages: int | None = None
     cache_bytes: int | None = None
+    cache_limit_bytes: int | None = None
+    """Where nothing is said about the cache: it takes what is left, but no more than this."""
 
     @property
     def wide_bytes(self) -> int:
@@ -132,16 +137,28 @@ class MemoryPlan:
         return self.num_pages // pages_of(context, self.numbers.page_size)
 
     def check_fits(self) -> None:
-        """Raises ValueError with the whole arithmetic when the plan does not fit."""
+        """Raises ValueError with the whole arithmetic when the plan does not fit or its cache has not one page."""
         if not self.shortfall_bytes:
+            self._check_cache()
             return
         numbers, pages = self.numbers, max(self.num_pages, 1)
         raise ValueError(
             f"a rank of {numbers.ranks} needs {gib(self.needed_bytes)}: weights {gib(self.weights.total)} "
             f"({gib(self.weights.experts)} of them {self.slots_per_rank} experts a layer) "
-            f"+ cache {gib(pages * self.page_bytes)} ({pages} {'page' if pages == 1 else 'pages'}) "
+            f"+ cache {gib(pages * self.page_bytes)} ({shown(pages)} {'page' if pages == 1 else 'pages'}) "
             f"+ workspaces {gib(self.workspaces.total)}; the device has {gib(numbers.device_bytes)} x "
             f"{numbers.gpu_memory_utilization:g} = {gib(self.budget_bytes)}, so {gib(self.shortfall_bytes)} are missing"
+        )
+
+    def _check_cache(self) -> None:
+        """All fits, so a cache without a page is one that was asked to be that small."""
+        if self.num_pages:
+            return
+        numbers = self.numbers
+        raise ValueError(
+            f"--kv-cache-memory-bytes is {numbers.cache_bytes}; a page of the cache takes {numbers.page_size} tokens "
+            f"(--block-size) x {self.kv_bytes_per_token} B = {self.page_bytes} B, so it must be at least "
+            f"{self.page_bytes}, or --num-blocks at least 1"
         )
 
 
@@ -197,6 +214,8 @@ def pages_of(tokens: int, page_size: int) -> int:
 
 def gib(num_bytes: int) -> str:
     """Bytes in words: GiB, MiB below a tenth of one, KiB below a tenth of that, and single ones below a KiB."""
+    if num_bytes > _COUNTLESS * _GIB:
+        return "over 10^9 GiB"
     for unit, size in (("GiB", _GIB), ("MiB", 1 << 20)):
         if num_bytes >= size // 10:
             return f"{num_bytes / size:.2f} {unit}"
@@ -258,5 +277,5 @@ def _num_pages(numbers: MemoryNumbers, *, page_bytes: int, left: int) -> int:
     if numbers.num_pages is not None:
         return numbers.num_pages
     useful = numbers.max_num_seqs * pages_of(numbers.max_model_len, numbers.page_size)
-    room = left if numbers.cache_bytes is None else numbers.cache_bytes
+    room = min(left, numbers.cache_limit_bytes or left) if numbers.cache_bytes is None else numbers.cache_bytes
     return min(max(room, 0) // page_bytes, useful)

@@ -7,8 +7,7 @@ and is not built is refused by name; an unknown one becomes a line in `ModelConf
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,15 @@ import torch
 from attention_mla import MlaConfig
 from moe import MoeConfig
 
-from .config_fields import Fields
+from .config_fields import Fields, refuse, shown
+from .json_file import read_json_object
 from .model_families import (
     BY_ARCHITECTURE,
     BY_MODEL_TYPE,
     HARMLESS,
     HARMLESS_WRAPPER,
+    MOST_LAYERS,
+    MOST_TOKENS,
     UNBUILT,
     Family,
 )
@@ -42,6 +44,7 @@ _DTYPES = {
 }
 _WRAPPERS = ("text_config", "language_config")
 _ON_WRAPPER = ("quantization_config", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+_MOST_NAMED = 20
 _SWITCHED_OFF = (None, False, 0, [], {})
 
 
@@ -92,8 +95,8 @@ def read_model_config(path: Path | str) -> ModelConfig:
     if path.is_dir():
         check_quant_file(path)
         beside = path / "generation_config.json"
-        generation = _load_json(beside) if beside.is_file() else {}
-    data = _load_json(file)
+        generation = read_json_object(beside) if beside.is_file() else {}
+    data = read_json_object(file)
     try:
         return parse_model_config(data, generation=generation)
     except ValueError as error:
@@ -106,27 +109,28 @@ def parse_model_config(data: Mapping[str, Any], *, generation: Mapping[str, Any]
     family = _family(inner, where)
     fields = Fields(inner, defaults=family.defaults, where=where)
     _check_formulas(fields, family)
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", high=MOST_LAYERS)
     hidden_size = fields.integer("hidden_size")
     moe = read_moe(fields, family, hidden_size)
     num_dense_layers = read_num_dense_layers(fields, family, num_layers) if moe is not None else num_layers
-    vocab_size = fields.integer("vocab_size")
-    eos_token_ids, warnings = _read_eos([data, inner, generation or {}], vocab_size)
+    vocab_size = fields.integer("vocab_size", high=MOST_TOKENS)
+    ends_of_text = {"": data, where: inner, "generation_config.json: ": generation or {}}
+    eos_token_ids, warnings = _read_eos(ends_of_text, vocab_size)
     fields.get("eos_token_id", None)
     return ModelConfig(
-        model_type=str(fields.get("model_type", family.name)),
+        model_type=fields.get("model_type", None) or family.name,
         hidden_size=hidden_size,
         num_layers=num_layers,
         vocab_size=vocab_size,
         num_dense_layers=num_dense_layers,
         dense_intermediate_size=fields.integer("intermediate_size"),
-        rms_norm_eps=fields.number("rms_norm_eps"),
+        rms_norm_eps=fields.number("rms_norm_eps", high=1.0),
         mla=_read_mla(fields, hidden_size),
         moe=moe if num_dense_layers < num_layers else None,
         tie_word_embeddings=_read_tied(fields, data),
-        max_position=fields.integer("max_position_embeddings"),
+        max_position=fields.integer("max_position_embeddings", high=MOST_TOKENS),
         eos_token_ids=eos_token_ids,
-        bos_token_id=fields.integer_or_none("bos_token_id", low=0),
+        bos_token_id=fields.integer_or_none("bos_token_id", low=0, high=MOST_TOKENS),
         num_mtp_layers=_read_mtp(fields),
         quantization=_read_quantization(fields, data, wrapped=bool(where)),
         dtype=_read_dtype(fields, data),
@@ -134,41 +138,34 @@ def parse_model_config(data: Mapping[str, Any], *, generation: Mapping[str, Any]
     )
 
 
-def _load_json(file: Path) -> Mapping[str, Any]:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{file} holds {type(data).__name__}; it must hold an object")  # noqa: TRY004
-    return data
-
-
 def _unwrap(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """The language model's own object inside a multimodal file, and its name."""
-    for name in _WRAPPERS:
-        if isinstance(data.get(name), Mapping):
-            return data[name], f"{name}."
-    return data, ""
+    stated = [name for name in _WRAPPERS if data.get(name) is not None]
+    for name in stated:
+        if not isinstance(data[name], Mapping):
+            refuse(name, data[name], "it must be an object, or absent")
+    if len(stated) > 1:
+        raise ValueError(f"{stated[1]} stands beside {stated[0]}; one must go")
+    return (data[stated[0]], f"{stated[0]}.") if stated else (data, "")
 
 
 def _family(data: Mapping[str, Any], where: str) -> Family:
     """The router family; refuses at once everything that belongs to a neighbouring family, all of it by name."""
     reasons = [
-        f"{where}{name} is {_short(data[name])}; {why}"
+        f"{where}{name} is {shown(data[name])}; {why}"
         for name, why in UNBUILT.items()
         if name in data and data[name] not in _SWITCHED_OFF and not (name == "scale_emb" and data[name] == 1)
     ]
     if data.get("use_mla", True) is not True:
-        reasons.append(f"{where}use_mla is {data['use_mla']!r}; attention without a latent is not built")
-    model_type, architectures = data.get("model_type"), data.get("architectures") or []
+        reasons.append(f"{where}use_mla is {shown(data['use_mla'])}; attention without a latent is not built")
+    model_type, architectures = _names(data, where)
     family = BY_MODEL_TYPE.get(model_type or "")
     if family is None:
         family = next((BY_ARCHITECTURE[name] for name in architectures if name in BY_ARCHITECTURE), None)
     if family is None:
         known, classes = ", ".join(BY_MODEL_TYPE), " or ".join(BY_ARCHITECTURE)
         reasons.append(
-            f"{where}model_type is {model_type!r} and architectures is {architectures!r}; built are {known}, "
+            f"{where}model_type is {shown(model_type)} and architectures is {shown(architectures)}; built are {known}, "
             f"and any type whose architectures name {classes}"
         )
     if reasons or family is None:
@@ -176,9 +173,18 @@ def _family(data: Mapping[str, Any], where: str) -> Family:
     return family
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _names(data: Mapping[str, Any], where: str) -> tuple[str | None, list[str]]:
+    """model_type and architectures, by which a family is known; either may be absent or null."""
+    model_type, architectures = data.get("model_type"), data.get("architectures")
+    if model_type is not None and not isinstance(model_type, str):
+        refuse(f"{where}model_type", model_type, 'it must be a word, e.g. "deepseek_v3"')
+    if architectures is not None and not _is_words(architectures):
+        refuse(f"{where}architectures", architectures, 'it must be a list of words, e.g. ["DeepseekV3ForCausalLM"]')
+    return model_type, architectures or []
+
+
+def _is_words(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
 
 def _check_formulas(fields: Fields, family: Family) -> None:
@@ -195,7 +201,7 @@ def _check_formulas(fields: Fields, family: Family) -> None:
     if fields.get("num_key_value_heads") is not None:
         fields.require("num_key_value_heads", heads, "MLA has as many key heads as query heads")
     kinds = fields.get("layer_types", None)
-    if kinds is not None and set(kinds) != {"full_attention"}:
+    if kinds is not None and not (_is_words(kinds) and set(kinds) == {"full_attention"}):
         fields.refuse("layer_types", "layers other than full_attention are not built")
     if family.name == "deepseek_v2":
         fields.require("rope_interleave", True, "deepseek_v2 has interleaved rotary pairs")
@@ -228,8 +234,8 @@ def _read_tied(fields: Fields, data: Mapping[str, Any]) -> bool:
 
 def _read_mtp(fields: Fields) -> int:
     """Layers past num_hidden_layers; a file need not have their tensors, and none is claimed when it says nothing."""
-    other = fields.integer_or_none("num_mtp_layers", None, low=0)
-    num_layers = fields.integer_or_none("num_nextn_predict_layers", other, low=0)
+    other = fields.integer_or_none("num_mtp_layers", None, low=0, high=MOST_LAYERS)
+    num_layers = fields.integer_or_none("num_nextn_predict_layers", other, low=0, high=MOST_LAYERS)
     if other is not None and other != num_layers:
         fields.refuse("num_mtp_layers", f"num_nextn_predict_layers says {num_layers}; the two must agree")
     return num_layers or 0
@@ -248,28 +254,31 @@ def _read_dtype(fields: Fields, data: Mapping[str, Any]) -> torch.dtype:
         stated = [name for name in ("dtype", "torch_dtype") if where.get(name, None) is not None]
         names = {where.choice(name, tuple(_DTYPES)) for name in stated}
         if len(names) == 2:
-            where.refuse("torch_dtype", f"dtype says {where.get('dtype')!r}; the two must agree, or one must go")
+            where.refuse("torch_dtype", f"dtype says {shown(where.get('dtype'))}; the two must agree, or one must go")
         if names:
             return _DTYPES[names.pop()]
     return torch.bfloat16
 
 
-def _read_eos(sources: Sequence[Mapping[str, Any]], vocab_size: int) -> tuple[tuple[int, ...], list[str]]:
-    """Every end of text that any of the files names, in their order; ids outside the vocabulary become a warning."""
+def _read_eos(sources: Mapping[str, Mapping[str, Any]], vocab_size: int) -> tuple[tuple[int, ...], list[str]]:
+    """Every end of text that any of the files names, in their order; ids outside the vocabulary become a warning.
+
+    sources: what goes before the field's name in an error -> the object that may have it.
+    """
     found: dict[int, None] = {}
-    for source in sources:
+    for where, source in sources.items():
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
         for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise ValueError(f"eos_token_id is {value!r}; it must be a token id or a list of them, e.g. 1")
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < MOST_TOKENS:
+                refuse(f"{where}eos_token_id", value, "it must be a token id or a list of them, e.g. 1")
             found[token] = None
     inside = tuple(token for token in found if token < vocab_size)
-    warnings = [
-        f"eos_token_id {token} is outside the vocabulary of {vocab_size} and is never sampled"
-        for token in found
-        if token >= vocab_size
-    ]
+    outside = [token for token in found if token >= vocab_size]
+    warnings = []
+    if outside:
+        names = str(outside[0]) if len(outside) == 1 else shown(outside)
+        warnings.append(f"eos_token_id {names} is outside the vocabulary of {vocab_size} and is never sampled")
     if not inside:
         warnings.append("eos_token_id names no token: only max_tokens and stop_token_ids end a request")
     return inside, warnings
@@ -283,4 +292,7 @@ def _unknown(fields: Fields, data: Mapping[str, Any], *, wrapped: bool) -> list[
         for name in (*_WRAPPERS, *_ON_WRAPPER):
             outer.get(name, None)
         names += outer.unread(HARMLESS_WRAPPER)
-    return [f"unknown fields, ignored: {', '.join(names)}"] if names else []
+    said = [shown(name)[1:-1] for name in names[:_MOST_NAMED]]
+    if len(names) > _MOST_NAMED:
+        said.append(f"and {len(names) - _MOST_NAMED} more")
+    return [f"unknown fields, ignored: {', '.join(said)}"] if said else []

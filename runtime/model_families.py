@@ -10,6 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+# Far past every published model (hundreds of layers and experts, a million positions); more is a mistake, or malice.
+MOST_LAYERS = 1 << 10
+MOST_EXPERTS = 1 << 14
+MOST_TOKENS = 1 << 30
+
 Scoring = Literal["softmax", "sigmoid"]
 Method = Literal["greedy", "group_limited_greedy", "noaux_tc"]
 

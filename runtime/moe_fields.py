@@ -8,12 +8,12 @@ from __future__ import annotations
 from moe import MoeConfig
 
 from .config_fields import Fields
-from .model_families import GLM4_MOE_LITE, Family, Method
+from .model_families import GLM4_MOE_LITE, MOST_EXPERTS, Family, Method
 
 
 def read_moe(fields: Fields, family: Family, hidden_size: int) -> MoeConfig | None:
     """The experts' configuration, None when n_routed_experts is null or 0 (a dense model)."""
-    num_experts = fields.integer_or_none("n_routed_experts", low=0)
+    num_experts = fields.integer_or_none("n_routed_experts", low=0, high=MOST_EXPERTS)
     if not num_experts:
         return None
     for alias in ("num_experts", "num_local_experts"):
@@ -32,7 +32,7 @@ def read_moe(fields: Fields, family: Family, hidden_size: int) -> MoeConfig | No
         intermediate_size=fields.integer("moe_intermediate_size"),
         num_experts=num_experts,
         top_k=top_k,
-        num_shared=fields.integer_or_none("n_shared_experts", low=0) or 0,
+        num_shared=fields.integer_or_none("n_shared_experts", low=0, high=MOST_EXPERTS) or 0,
         scoring=scoring,
         method=method,
         num_groups=num_groups,
@@ -53,9 +53,9 @@ def read_num_dense_layers(fields: Fields, family: Family, num_layers: int) -> in
     return min(fields.integer("first_k_dense_replace", low=0), num_layers)
 
 
-def _dense_prefix(fields: Fields, kinds: list[str], num_layers: int) -> int:
-    num_dense = sum(kind == "dense" for kind in kinds)
-    if list(kinds) != ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense):
+def _dense_prefix(fields: Fields, kinds: object, num_layers: int) -> int:
+    num_dense = kinds.count("dense") if isinstance(kinds, list) else 0
+    if kinds != ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense):
         fields.refuse("mlp_layer_types", f'it must be {num_layers} layers, "dense" ones first, then "sparse" ones')
     if fields.has("first_k_dense_replace"):
         fields.require("first_k_dense_replace", num_dense, "mlp_layer_types says otherwise; the two must agree")
@@ -69,7 +69,7 @@ def _read_groups(fields: Fields, method: Method, *, num_experts: int, top_k: int
         return 1, 1
     num_groups, topk_groups = fields.integer("n_group"), fields.integer("topk_group")
     if num_experts % num_groups:
-        near = max(size for size in range(1, num_groups) if num_experts % size == 0)
+        near = max(size for size in range(1, min(num_groups, num_experts) + 1) if num_experts % size == 0)
         fields.refuse("n_group", f"it must divide n_routed_experts, {num_experts}, e.g. {near}")
     group_size = num_experts // num_groups
     if method == "noaux_tc" and group_size < 2:

@@ -6,13 +6,13 @@ nothing may still be quantised: `checkpoint` finds that out from the tensors the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from .config_fields import Fields
+from .config_fields import Fields, refuse, shown
+from .json_file import read_json_object
 
 ScaleFormat = Literal["ue8m0"]
 _BUILT = "what is built is fp8 e4m3 in 128 x 128 blocks with dynamic activations, or no quantisation"
@@ -47,38 +47,43 @@ def read_quantization(fields: Fields) -> Fp8BlockQuant | None:
 
 
 def check_quant_file(folder: Path) -> None:
-    """Refuse a folder whose `hf_quant_config.json` names a format: its config.json may read like plain bfloat16."""
+    """Refuse a folder whose `hf_quant_config.json` names a format: its config.json may read like plain bfloat16.
+
+    Raises ValueError for a format, and for a file that is no JSON object.
+    """
     path = folder / "hf_quant_config.json"
     if not path.exists():
         return
-    quantization = json.loads(path.read_text(encoding="utf-8")).get("quantization") or {}
+    quantization = read_json_object(path).get("quantization")
+    if quantization is None:
+        return
+    if not isinstance(quantization, Mapping):
+        refuse(f"{path}: quantization", quantization, f"it must be null or an object; {_BUILT}")
     algorithm = quantization.get("quant_algo")
     if algorithm is not None:
-        raise ValueError(f"{path.name}: quantization.quant_algo is {algorithm!r}; {_explain(str(algorithm))}{_BUILT}")
+        refuse(f"{path}: quantization.quant_algo", algorithm, f"{_explain(algorithm)}{_BUILT}")
 
 
 def _refuse_method(quant: Fields, value: Mapping[str, Any]) -> NoReturn:
-    bits, kinds = _widths(value), _kinds(value)
+    weights = _weights(value)
+    bits, kinds = [each.get("num_bits") for each in weights], [each.get("type") for each in weights]
     method = quant.get("quant_method", None)
     if "int" in kinds and 4 in bits:
         quant.refuse("quant_method", f"INT4 experts are not built; {_BUILT}")
     if method == "modelopt" or "float" in kinds:
-        quant.refuse("quant_method", f"{_explain(str(value.get('quant_algo', 'NVFP4')))}{_BUILT}")
+        quant.refuse("quant_method", f"{_explain(value.get('quant_algo', 'NVFP4'))}{_BUILT}")
     quant.refuse("quant_method", _BUILT)
 
 
-def _explain(algorithm: str) -> str:
-    return f"{algorithm} weights are not built; "
+def _explain(algorithm: object) -> str:
+    word = algorithm if isinstance(algorithm, str) and len(algorithm) < 40 else shown(algorithm)
+    return f"{word} weights are not built; "
 
 
 def _weights(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    groups = value.get("config_groups") or {}
-    return [group.get("weights") or {} for group in groups.values()]
-
-
-def _widths(value: Mapping[str, Any]) -> set[int]:
-    return {weights.get("num_bits", 0) for weights in _weights(value)}
-
-
-def _kinds(value: Mapping[str, Any]) -> set[str]:
-    return {weights.get("type", "") for weights in _weights(value)}
+    """What compressed-tensors says of the weights of each group, as far as it is of the form that it should have."""
+    groups = value.get("config_groups")
+    if not isinstance(groups, Mapping):
+        return []
+    weights = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)]
+    return [each for each in weights if isinstance(each, Mapping)]

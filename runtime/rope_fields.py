@@ -1,6 +1,6 @@
 """The rotary embedding of a config file, in the old spelling and in the new one, as one `RopeConfig`.
 
-    old   rope_theta: 10000, rope_scaling: null or {"type": "yarn", "factor": 40, ...}
+    old   rope_theta: 10000, rope_scaling: null or {"type": "yarn", "factor": 40, ...}, with or without a rope_theta
     new   rope_parameters: {"rope_type": "yarn" or "default", "rope_theta": 10000, "factor": 40, ...}
 
 Files exist with either and with both; both present must say the same. Does not know what the numbers do.
@@ -8,12 +8,13 @@ Files exist with either and with both; both present must say the same. Does not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attention_mla import RopeConfig, YarnScaling
 
-from .config_fields import Fields
+from .config_fields import Fields, shown
+from .model_families import MOST_TOKENS
 
 _DEFAULT_THETA = 10000.0
 
@@ -26,12 +27,14 @@ def read_rope(fields: Fields) -> RopeConfig:
     fields.require("partial_rotary_factor", 1.0, "rotary positions on a part of the rotary width are not built")
     interleaved = fields.boolean("rope_interleave")
     old, new = _mapping(fields, "rope_scaling"), _mapping(fields, "rope_parameters")
-    theta = _theta(fields, new)
-    scaling = _scaling(Fields(old or {}, where=fields.full_name("rope_scaling.")))
+    older_fields = Fields(old or {}, where=fields.full_name("rope_scaling."))
+    newer_fields = Fields(new or {}, where=fields.full_name("rope_parameters."))
+    theta = _theta([fields, older_fields, newer_fields])
+    scaling = _scaling(older_fields)
     if new is not None:
-        newer = _scaling(Fields(new, where=fields.full_name("rope_parameters.")))
+        newer = _scaling(newer_fields)
         if old is not None and newer != scaling:
-            fields.refuse("rope_scaling", f"rope_parameters says {new!r}; the two must agree, or one must go")
+            fields.refuse("rope_scaling", f"rope_parameters says {shown(new)}; the two must agree, or one must go")
         scaling = newer
     return RopeConfig(theta=theta, interleaved=interleaved, scaling=scaling)
 
@@ -43,13 +46,23 @@ def _mapping(fields: Fields, name: str) -> Mapping[str, Any] | None:
     return value
 
 
-def _theta(fields: Fields, new: Mapping[str, Any] | None) -> float:
-    inner = Fields(new or {}, where=fields.full_name("rope_parameters."))
-    if not inner.has("rope_theta"):
-        return fields.number("rope_theta", _DEFAULT_THETA)
-    theta = inner.number("rope_theta")
-    if fields.has("rope_theta") and fields.number("rope_theta") != theta:
-        fields.refuse("rope_theta", f"rope_parameters.rope_theta says {theta!r}; the two must agree, or one must go")
+def _theta(places: Sequence[Fields]) -> float:
+    """The one base that all who state it agree on, `transformers`' own when nobody does.
+
+    `transformers` lets the one in an object win over the one beside it, DeepSeek's own code does not read it: a file
+    that gives two has no one meaning.
+    """
+    stated = [place for place in places if place.has("rope_theta")]
+    if not stated:
+        return places[0].number("rope_theta", _DEFAULT_THETA)
+    first, *others = stated
+    theta = first.number("rope_theta")
+    for other in others:
+        if other.number("rope_theta") != theta:
+            name = other.full_name("rope_theta")
+            first.refuse(
+                "rope_theta", f"{name} says {shown(other.get('rope_theta'))}; the two must agree, or one must go"
+            )
     return theta
 
 
@@ -60,7 +73,8 @@ def _scaling(rope: Fields) -> YarnScaling | None:
     rope_type = _rope_type(rope)
     scaling = _yarn(rope) if rope_type == "yarn" else None
     for name in rope.unread():
-        raise ValueError(f"{name} is set; it has no meaning that is built with rope type {rope_type!r}, leave it out")
+        said = shown(name)[1:-1]
+        raise ValueError(f"{said} is set; it has no meaning that is built with rope type {rope_type!r}, leave it out")
     return scaling
 
 
@@ -77,7 +91,7 @@ def _yarn(rope: Fields) -> YarnScaling:
     rope.require("truncate", True, "a ramp without floor and ceil is not built")
     return YarnScaling(
         factor=rope.number("factor"),
-        original_max_position=rope.integer("original_max_position_embeddings"),
+        original_max_position=rope.integer("original_max_position_embeddings", high=MOST_TOKENS),
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
         mscale=_optional_number(rope, "mscale"),

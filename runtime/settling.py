@@ -75,9 +75,6 @@ def longest_request(config: EngineConfig, model: ModelConfig) -> int:
 def memory_numbers(config: EngineConfig, model: ModelConfig, *, device_bytes: int, on_gpu: bool) -> MemoryNumbers:
     """What the plan depends on. `device_bytes` is one rank's own; a GPU's kernels take fp8 experts as stored."""
     cache, scheduler, dtype = config.cache, config.scheduler, run_dtype(config, model)
-    cache_bytes = cache.kv_cache_memory_bytes
-    if cache_bytes is None and not on_gpu:
-        cache_bytes = CPU_CACHE_BYTES
     return MemoryNumbers(
         ranks=config.ranks,
         dtype_bytes=dtype.itemsize,
@@ -90,7 +87,8 @@ def memory_numbers(config: EngineConfig, model: ModelConfig, *, device_bytes: in
         exchange_buffer_bytes=_exchange_bytes(config, model, dtype),
         gpu_memory_utilization=cache.gpu_memory_utilization,
         num_pages=cache.num_blocks,
-        cache_bytes=cache_bytes,
+        cache_bytes=cache.kv_cache_memory_bytes,
+        cache_limit_bytes=None if on_gpu else CPU_CACHE_BYTES,
     )
 
 

@@ -140,7 +140,7 @@ def test_copies_of_experts_change_nothing(combine: Combine) -> None:
 
 
 @pytest.mark.parametrize("combine", ["ranks", "slots"])
-@pytest.mark.parametrize("round_tokens", [1, 7, 33])
+@pytest.mark.parametrize("round_tokens", [1, 7, 17, 32, 33])  # of a bucket of 33: 33, 5, 2, 2 and 1 rounds
 def test_the_size_of_a_round_changes_nothing(round_tokens: int, combine: Combine) -> None:
     run = Run(
         config=V3,

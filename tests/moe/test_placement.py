@@ -1,5 +1,7 @@
 """Where experts sit, and which copy a token takes."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -46,6 +48,22 @@ def test_more_ranks_than_experts_are_refused_with_the_largest_number_that_fits()
 def test_a_placement_that_leaves_something_out_is_refused(slot_experts: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ExpertPlacement(num_ranks=2, slots_per_rank=2, slot_experts=slot_experts)
+
+
+@pytest.mark.parametrize(
+    ("slot_experts", "message"),
+    [
+        ((0, 10**12), "leaves out experts [1, 2, 3, 4, 5, 6, 7, 8]: every expert needs at least one slot"),
+        ((10**400, 0), "leaves out experts [1, 2, 3, 4, 5, 6, 7, 8]: every expert needs at least one slot"),
+        ((*[-2] * 10**6,), "slot_experts holds -2: must hold experts from 0 on, -1 for an empty slot"),
+    ],
+)
+def test_a_placement_of_any_size_is_refused_at_once_and_in_few_words(
+    slot_experts: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        ExpertPlacement(num_ranks=1, slots_per_rank=len(slot_experts), slot_experts=slot_experts)
+    assert len(str(caught.value)) < 200
 
 
 @given(st.data())

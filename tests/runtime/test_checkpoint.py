@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ep import CheckpointError
 from moe import spread
-from runtime.checkpoint import Checkpoint, open_checkpoint
+from runtime.checkpoint import Checkpoint, Wanted, open_checkpoint
 from runtime.model_config import parse_model_config
 from runtime.weights import held_tensors, load_banks, load_shared, verify_held
 from tests.runtime.checkpoints import EXPERT, SMALL, plain, random_tensors, write_checkpoint
@@ -52,17 +52,17 @@ def test_every_tensor_is_read_as_it_is_meant(tmp_path: Path, shards: int, dtype:
     source = checked(write_checkpoint(tmp_path, SMALL, tensors, shards=shards))
     for name, shape in held_tensors(MODEL, PLACEMENT, 1).items():
         out = torch.full(shape, torch.nan, dtype=dtype)
-        source.read_into(name, out)
+        source.read([Wanted(name=name, out=out)])
         assert torch.equal(out, plain(tensors, name, dtype)), name
 
 
 def test_large_tensors_pass_through_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.checkpoint._PIECE_BYTES", 3000)
+    monkeypatch.setattr("runtime.reading.STAGING_BYTES", 3000)
     tensors = random_tensors(SMALL, fp8=True)
     source = checked(write_checkpoint(tmp_path, SMALL, tensors))
     for name in ("model.embed_tokens.weight", GATE, "model.layers.0.mlp.down_proj.weight", "model.norm.weight"):
         out = torch.empty(tensors[name].shape, dtype=torch.float32)
-        source.read_into(name, out)
+        source.read([Wanted(name=name, out=out)])
         assert torch.equal(out, plain(tensors, name, torch.float32)), name
 
 
@@ -70,7 +70,7 @@ def test_fp8_values_and_scales_are_kept_as_stored(tmp_path: Path) -> None:
     tensors = random_tensors(SMALL, fp8=True)
     source = checked(write_checkpoint(tmp_path, SMALL, tensors))
     values, scale_inv = torch.empty(136, 160, dtype=torch.float8_e4m3fn), torch.empty(2, 2)
-    source.read_fp8_into(GATE, values, scale_inv)
+    source.read([Wanted(name=GATE, out=values, scale_inv=scale_inv)])
     assert torch.equal(values.view(torch.uint8), tensors[GATE].view(torch.uint8))
     assert torch.equal(scale_inv, tensors[f"{GATE}_scale_inv"])
 

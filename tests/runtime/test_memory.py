@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,12 @@ import torch
 
 from attention_mla import LatentCache, bytes_per_token
 from moe import spread
+from runtime.config import CacheConfig, EngineConfig
 from runtime.dummy import DummyCheckpoint
 from runtime.hardware import read_hardware
 from runtime.memory import MemoryNumbers, MemoryPlan, expert_bytes, gib, pages_of, plan_lines, plan_memory
 from runtime.model_config import parse_model_config, read_model_config
+from runtime.settling import settle
 from runtime.weights import DecoderWeights, load_banks, load_shared
 from tests.runtime.checkpoints import SMALL, held_bytes
 
@@ -162,3 +165,28 @@ def test_hardware_files_are_read_and_checked(tmp_path: Path) -> None:
         path.write_text(changed)
         with pytest.raises(ValueError, match=message):
             read_hardware(path)
+
+
+@pytest.mark.parametrize("cache_bytes", [1, 64 * 480 - 1])
+def test_a_cache_below_one_page_is_refused_with_its_arithmetic_and_flags(cache_bytes: int) -> None:
+    plan = small_plan(cache_bytes=cache_bytes)
+    assert (plan.num_pages, plan.shortfall_bytes) == (0, 0)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        plan.check_fits()
+    assert str(caught.value) == (
+        f"--kv-cache-memory-bytes is {cache_bytes}; a page of the cache takes 64 tokens (--block-size) x 480 B = "
+        "30720 B, so it must be at least 30720, or --num-blocks at least 1"
+    )
+    small_plan(cache_bytes=64 * 480).check_fits()
+
+
+def test_a_cache_below_one_page_is_refused_before_a_weight_is_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    config = EngineConfig(model=str(tmp_path), cache=CacheConfig(kv_cache_memory_bytes=1))
+    with pytest.raises(ValueError, match=r"^--kv-cache-memory-bytes is 1; a page of the cache takes 64 tokens"):
+        settle(config)
+
+
+def test_a_plan_of_more_bytes_than_a_float_counts_is_refused_in_words() -> None:
+    with pytest.raises(ValueError, match=r"cache over 10\^9 GiB \(1000.* pages\)"):
+        small_plan(num_pages=10**400).check_fits()
