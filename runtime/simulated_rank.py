@@ -1,0 +1,112 @@
+"""One rank of a simulated group: the loop of a worker without its device, taken apart at the points where others act.
+
+    ballot    requests in, propose, vote        launch    commit the plan        read    the oldest step's tokens
+
+The scheduler, the page pool, the prefix cache and the watch over prompts are the real ones. What a step takes, and when
+its tokens are there, is the group's business (see `simulation`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .costs import StepShape
+from .heartbeat import StepPlan, Vote
+from .pages import PagePool
+from .prefix import PrefixCache
+from .request import Request
+from .routing import RankView
+from .rows import Proposal, Row, SampledRow, Update
+from .scheduler import Scheduler, SchedulerConfig
+from .votes import PrefillWatch
+
+CONFIG_HASH = 1
+_TOKEN = SampledRow([7])
+
+
+class Ballot(NamedTuple):
+    """What a rank would run, and what it says to the others."""
+
+    proposal: Proposal
+    vote: Vote
+
+
+class SimulatedRank:
+    """A rank. Its scheduler's `max_model_len` is settled. Every row that samples says the same token, so that requests
+    end by their length only."""
+
+    def __init__(self, config: SchedulerConfig, *, num_pages: int, page_size: int) -> None:
+        self.pool = PagePool(num_pages, page_size)
+        self.prefix = PrefixCache(self.pool, enabled=config.enable_prefix_caching)
+        self.scheduler = Scheduler(config, self.pool, self.prefix)
+        self.watch = PrefillWatch()
+        self.unread: deque[tuple[Row, ...]] = deque()
+        self.compute_us = 0
+        self._config = config
+        self._prompts: dict[Request, None] = {}
+
+    def admit(self, request: Request) -> None:
+        """A request enters the rank."""
+        self.scheduler.add(request)
+        self._prompts[request] = None
+
+    def view(self) -> RankView:
+        """What the front knows of it."""
+        return RankView(
+            queued_tokens=sum([len(request.prompt) - request.num_computed for request in self._prompts]),
+            used_pages=self.pool.num_pages - self.pool.num_free,
+            num_pages=self.pool.num_pages,
+        )
+
+    def ballot(self, *, sequence: int, now_us: float) -> Ballot:
+        """Propose a step and say so."""
+        proposal = self.scheduler.propose()
+        spare = self._config.max_num_batched_tokens - proposal.decode_tokens - proposal.prefill_tokens
+        vote = Vote(
+            sequence=sequence,
+            epoch=0,
+            config_hash=CONFIG_HASH,
+            decode_tokens=proposal.decode_tokens,
+            prefill_tokens=proposal.prefill_tokens,
+            unfinished=self.scheduler.num_unfinished,
+            in_flight=len(self.unread),
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+            free_pages=self.pool.num_free,
+            free_slots=self.scheduler.num_free_slots,
+            spare_tokens=spare,
+            compute_us=self.compute_us,
+            **self.watch.vote(proposal, spare_tokens=spare, now_ns=int(now_us * 1000))._asdict(),
+        )
+        return Ballot(proposal, vote)
+
+    def launch(self, proposal: Proposal, plan: StepPlan) -> tuple[Row, ...]:
+        """Put the plan's share of the proposal on the device."""
+        rows = self.scheduler.commit(proposal, prefill_allowed=plan.prefill_allowed)
+        self.watch.committed(rows)
+        self.unread.append(rows)
+        if self._prompts:
+            for row in rows:
+                if row.samples:
+                    self._prompts.pop(row.request, None)
+        return rows
+
+    def read(self) -> list[Update]:
+        """The tokens of the oldest launched step."""
+        rows = self.unread.popleft()
+        return self.scheduler.finish(rows, [_TOKEN if row.samples else None for row in rows])
+
+
+def shape_of(rows: Sequence[Row]) -> StepShape:
+    """What the cost model has to know of a rank's rows."""
+    prompts = [row for row in rows if row.is_prefill]
+    decodes = [row for row in rows if not row.is_prefill]
+    tokens = sum([row.num_tokens for row in prompts])
+    return StepShape(
+        decode_tokens=sum([row.num_tokens for row in decodes]),
+        context_len=sum([row.end for row in decodes]) / max(len(decodes), 1),
+        prefill_tokens=tokens,
+        prefill_position=sum([row.num_tokens * (row.start + row.end) / 2 for row in prompts]) / max(tokens, 1),
+    )
