@@ -4,11 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint soak clean
+.PHONY: demo test lint soak test-faults clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,mpi]'
 	touch $@
 
 demo: $(READY)
@@ -22,6 +22,9 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+test-faults: $(READY)
+	$(BIN)/python -m pytest -m soak tests/launch/test_groups.py -k every_fault
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak tests

@@ -75,15 +75,16 @@ class Printer(Protocol):
 
 
 class JsonPrinter:
-    """One line a request."""
+    """One line a request. Letters beyond ASCII are spelled as they are if `out` can be trusted to have them all."""
 
     def __init__(self, answers: Sequence[Answer], out: TextIO) -> None:
         self._waiting = list(reversed(answers))
         self._out = out
+        self._ascii = not (out.encoding or "utf-8").lower().startswith("utf")
 
     def advance(self) -> None:
         while self._waiting and self._waiting[-1].finish_reason is not None:
-            print(json.dumps(self._waiting.pop().record(), ensure_ascii=False), file=self._out, flush=True)
+            print(json.dumps(self._waiting.pop().record(), ensure_ascii=self._ascii), file=self._out, flush=True)
 
 
 class TextPrinter:

@@ -17,33 +17,45 @@ import tyro
 
 from ep import SerriedError
 
-from . import generate, plan
+from . import generate, plan, shard, simulate
+from .as_rank import Child
+from .group import Start
 from .refusal import Refusal
 
 FAILED, REFUSED = 1, 2
-BOX = "╭╮╰╯│─ "
+RULE = re.compile(r"[╭╮╰╯│─\- ]*")
+"""A line that only draws: the parser's boxes, or its rules of hyphens where the output is not UTF-8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """`flags` is a frozen dataclass (its docstring opens `--help`); `run` takes one and returns an exit code."""
+    """`flags` is a frozen dataclass (its docstring opens `--help`); `run` takes one and returns an exit code.
+
+    starts_ranks   `run` also takes how this process came to be, since it may be one rank of several
+    """
 
     flags: type[Any]
-    run: Callable[[Any], int]
+    run: Callable[..., int]
     about: str
+    starts_ranks: bool = False
 
 
 COMMANDS = {
-    "generate": Command(flags=generate.GenerateFlags, run=generate.run, about=generate.ABOUT),
+    "generate": Command(flags=generate.GenerateFlags, run=generate.run, about=generate.ABOUT, starts_ranks=True),
     "plan": Command(flags=plan.PlanFlags, run=plan.run, about=plan.ABOUT),
+    "shard": Command(flags=shard.ShardFlags, run=shard.run, about=shard.ABOUT),
+    "simulate": Command(flags=simulate.SimulateFlags, run=simulate.run, about=simulate.ABOUT),
 }
 
 
-def run_command(name: str, words: Sequence[str]) -> int:
+def run_command(name: str, words: Sequence[str], child: Child | None = None) -> int:
     """Read the flags of command `name` from `words` and run it; returns the exit code."""
     command = COMMANDS[name]
     try:
-        return command.run(parse_flags(command.flags, words, name=name, about=command.about))
+        flags = parse_flags(command.flags, words, name=name, about=command.about)
+        if command.starts_ranks:
+            return command.run(flags, Start(words=[name, *words], child=child))
+        return command.run(flags)
     except Refusal as refusal:
         print(f"serried: {refusal}", file=sys.stderr)
         return REFUSED
@@ -72,7 +84,7 @@ def parse_flags(flags: type[Any], words: Sequence[str], *, name: str, about: str
 
 def _one_line(box: str, exit_: SystemExit) -> str:
     """What the parser says in a box of lines, as one line; a config's own words come unwrapped from its error."""
-    lines = [line.strip(BOX) for line in box.splitlines()[1:]]
+    lines = [line.strip("│ ") for line in box.splitlines()[1:] if not RULE.fullmatch(line)]
     text = re.sub(r"\s+", " ", " ".join(lines)).strip()
     text = re.split(r" ?(?:For full helptext|Argument helptext)", text)[0]
     cause = exit_.__context__ and exit_.__context__.__context__

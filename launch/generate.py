@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -16,14 +17,15 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from runtime import Engine, EngineConfig, MemoryPlan, SamplingParams
+from runtime import Engine, EngineConfig, EngineStats, FinishReason, MemoryPlan, SamplingParams
 from runtime.memory import plan_lines
 
 from .answers import Answer, JsonPrinter, Printer, TextPrinter
+from .group import GroupFlags, Start, Telling, engine_of, is_primary
 from .models import find_model
 from .prompts import Prompt, gather_prompts
 from .refusal import Refusal, refusals
-from .report import LEGEND, loading_bar, rank_table, speed_line
+from .report import LEGEND, error_line, loading_bar, rank_table, speed_line
 from .text import TextCodec
 
 ABOUT = """\
@@ -51,7 +53,9 @@ class SamplingFlags(SamplingParams):
 
     # The engine's configuration has a field `seed` too, and that one is vLLM's --seed.
     seed: Annotated[int | None, tyro.conf.arg(name="sampling-seed")] = None
-    """Seed of every request: same seed, same tokens, whatever else runs. Unset: each draws its own from --seed."""
+    """Seed of every request; unset: each draws its own from --seed.
+    Same seed, same tokens, whatever else runs, in float32 and float64.
+    In 16-bit formats the CPU's own matmul may round differently with other batch mates."""
 
     def params(self) -> SamplingParams:
         return SamplingParams(**{item.name: getattr(self, item.name) for item in fields(SamplingParams)})
@@ -63,6 +67,7 @@ class GenerateFlags:
 
     engine: tyro.conf.OmitArgPrefixes[EngineConfig]
     sampling: tyro.conf.OmitArgPrefixes[SamplingFlags] = field(default_factory=SamplingFlags)
+    group: tyro.conf.OmitArgPrefixes[GroupFlags] = field(default_factory=GroupFlags)
 
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to continue; give it once for each prompt."""
@@ -73,33 +78,53 @@ class GenerateFlags:
     json: Switch = False
     """Print one JSON object a request, in input order, instead of text."""
 
+    explain_routing: Switch = False
+    """Print, for each request, what every rank would have cost and which was chosen."""
+
     table: Switch = False
     """Print what each rank did, at the end."""
 
 
-def run(flags: GenerateFlags) -> int:
+def run(flags: GenerateFlags, start: Start) -> int:
     """Decode; returns the exit code: 1 when a request ended in an error. Raises Refusal for what cannot be run."""
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     with refusals():
         folder = find_model(flags.engine.model)
-        codec = TextCodec.open(folder)
-        prompts = gather_prompts(flags.prompt, flags.prompts, flags.sampling.params())
+        codec, prompts = None, []
+        if is_primary(start):  # the others have nothing to read: a pipe can be read once
+            codec = TextCodec.open(folder)
+            prompts = gather_prompts(flags.prompt, flags.prompts, flags.sampling.params())
         token_lists = [prompt_tokens(prompt, codec, folder) for prompt in prompts]
-    with refusals(), loading_bar(notes) as progress:
-        config = replace(flags.engine, model=str(folder))
-        engine = Engine(config, on_plan=lambda plan: announce(plan, notes), on_progress=progress)
-    for line in engine.notes:
-        notes.print(f"note: {line}", markup=False)
-    with engine:
+    with ExitStack() as stack:
+        with refusals(), loading_bar(notes) as progress:
+            telling = Telling(say=notes.print, on_plan=lambda plan: announce(plan, notes), on_progress=progress)
+            config = replace(flags.engine, model=str(folder))
+            engine = stack.enter_context(engine_of(config, flags.group, start, telling))
+        if engine is None:
+            return DONE
+        for line in engine.notes:
+            notes.print(f"note: {line}", markup=False)
         answers = submit(engine, prompts, token_lists, codec)
+        if flags.explain_routing:
+            for answer in answers:
+                for line in engine.explain(answer.prompt.id):
+                    notes.print(f"{answer.prompt.id}: {line}", markup=False)
         printer = JsonPrinter(answers, sys.stdout) if flags.json else TextPrinter(answers, sys.stdout, codec=codec)
         seconds = follow(engine, answers, printer)
         stats = engine.stats()
+    return conclude(answers, stats, seconds, notes, table=flags.table)
+
+
+def conclude(answers: Sequence[Answer], stats: EngineStats, seconds: float, notes: Console, *, table: bool) -> int:
+    """Say how fast it was, what each rank did if asked, and how many requests failed; returns the exit code."""
     notes.print(speed_line(stats, seconds))
-    if flags.table:
+    if table:
         notes.print(rank_table(stats))
         notes.print(LEGEND, markup=False)
-    return FAILED if any(answer.finish_reason == "error" for answer in answers) else DONE
+    failed = sum(answer.finish_reason == FinishReason.ERROR for answer in answers)
+    if failed:
+        notes.print(f"serried: {error_line(failed, len(answers))}", markup=False)
+    return FAILED if failed else DONE
 
 
 def announce(plan: MemoryPlan, notes: Console) -> None:

@@ -1,4 +1,4 @@
-"""What is said beside the answers: a bar while weights load, speed at the end, and a table of what each rank did.
+"""What is said beside the answers: a bar while weights load, then speed, a table of ranks, and how many went wrong.
 
 Knows counters and how to lay them out; measures nothing itself.
 """
@@ -37,6 +37,14 @@ def speed_line(stats: EngineStats, seconds: float) -> str:
     tokens, ranks = stats.generated_tokens, len(stats.ranks)
     rate = tokens / seconds if seconds > 0 else 0.0
     return f"{tokens} tokens in {seconds:.2f} s: {rate:.1f} tokens/s on {ranks} {'rank' if ranks == 1 else 'ranks'}"
+
+
+def error_line(failed: int, total: int) -> str:
+    """How many of `total` requests ended in an error, and what that means: the engine has one such error."""
+    return (
+        f"{failed} of {total} request{'' if total == 1 else 's'} ended in an error: no usable logits, they were NaN or "
+        "infinite; the weights or the number format (--dtype) do not fit"
+    )
 
 
 COLUMNS = ("rank", "requests", "out", "computed", "steps", "idle", "preempted", "hits", "pages", "level")

@@ -14,6 +14,13 @@ from typing import Any
 from tokenizers import Tokenizer
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+CONTEXT = 6
+"""Prompt tokens that settle how the first output token is spelled."""
+
+MAX_CHARACTER_LEN = 4
+"""Bytes of UTF-8, and so tokens."""
+
+SHOWN = 60
 
 
 class TextCodec:
@@ -28,13 +35,14 @@ class TextCodec:
     def open(cls, folder: Path) -> TextCodec | None:
         """The codec of a model folder; None when it has no `tokenizer.json` (then only token ids can be exchanged).
 
-        Raises ValueError naming the file when it cannot be read, or when it asks for a BOS that it does not have.
+        Raises ValueError naming the file that cannot be read, or that asks for a BOS which the vocabulary has not.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
             return None
+        content = path.read_bytes()  # the library reads only paths that are text
         try:
-            tokenizer = Tokenizer.from_file(str(path))
+            tokenizer = Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception for every fault in the file
             raise ValueError(f"{path} is not a tokenizer that can be read: {error}") from error
         tokenizer.no_truncation()
@@ -50,7 +58,7 @@ class TextCodec:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def stream(self, prompt: Sequence[int] = ()) -> TextStream:
-        """A decoder for an output that grows; `prompt` only settles whether it opens with a space."""
+        """A decoder for an output that grows; `prompt` settles how it opens: with a space, or amid a character."""
         return TextStream(self, prompt)
 
 
@@ -64,13 +72,13 @@ class TextStream:
         tokens   0 .. start .. shown .. end
                       |------------|          printed before
                       |-------------------|   decode now; what follows the first part is the new piece
-    """
 
-    CONTEXT = 6  # prompt tokens that settle how the first output token is spelled
+    A prompt of token ids may end amid a character. If the output completes it, the whole character is its first piece.
+    """
 
     def __init__(self, codec: TextCodec, prompt: Sequence[int] = ()) -> None:
         self._codec = codec
-        self._tokens = list(prompt[-self.CONTEXT :])
+        self._tokens, self._whole = _context(codec, prompt)
         self._start = 0
         self._shown = len(self._tokens)
 
@@ -81,27 +89,60 @@ class TextStream:
         if not text or text.endswith(UNFINISHED):
             return ""
         self._start, self._shown = self._shown, len(self._tokens)
+        self._whole = self._shown
         return text
 
     def finish(self) -> str:
         """What was held back; the output ends here, so half a character is shown as U+FFFD."""
         text = self._new_text()
-        self._start = self._shown = len(self._tokens)
+        self._start = self._shown = self._whole = len(self._tokens)
         return text
 
     def _new_text(self) -> str:
+        text = self._codec.decode(self._tokens[self._start :])
         before = self._codec.decode(self._tokens[self._start : self._shown])
-        return self._codec.decode(self._tokens[self._start :])[len(before) :]
+        if self._whole < self._shown and not text.startswith(before):
+            before = self._codec.decode(self._tokens[self._start : self._whole])
+        return text[len(before) :]
+
+
+def _context(codec: TextCodec, prompt: Sequence[int]) -> tuple[list[int], int]:
+    """The last tokens of a prompt, beginning with a character, and how many of them there are to the end of one."""
+    for num_begun in range(MAX_CHARACTER_LEN):
+        for size in range(CONTEXT, CONTEXT + MAX_CHARACTER_LEN):
+            tokens = list(prompt[-size:])
+            whole = max(0, len(tokens) - num_begun)
+            text = codec.decode(tokens[:whole])
+            if not text.startswith(UNFINISHED) and not text.endswith(UNFINISHED):
+                return tokens, whole
+    tokens = list(prompt[-CONTEXT:])  # U+FFFD it really is, or never was text
+    return tokens, len(tokens)
 
 
 def _missing_bos(tokenizer: Tokenizer, path: Path) -> list[int]:
     """The BOS that `add_bos_token` asks for and the post-processor does not add by itself; empty otherwise."""
-    settings: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    if not settings.get("add_bos_token"):
+    settings = _settings(path) if path.is_file() else {}
+    wanted, bos = settings.get("add_bos_token"), settings.get("bos_token")
+    if wanted not in (None, False, True):
+        raise ValueError(f"{path}: add_bos_token must be true or false")
+    if not wanted:
         return []
-    bos = settings.get("bos_token")
     content = bos.get("content") if isinstance(bos, dict) else bos
-    token = tokenizer.token_to_id(content) if content else None
+    if not isinstance(content, str):
+        raise ValueError(f'{path}: add_bos_token is true, but bos_token is not a text, e.g. "<s>"')
+    token = tokenizer.get_vocab(with_added_tokens=True).get(content)
     if token is None:
-        raise ValueError(f"{path}: add_bos_token is true, but bos_token ({content!r}) is not in the vocabulary")
+        shown = repr(content[:SHOWN])
+        raise ValueError(f"{path}: add_bos_token is true, but bos_token ({shown}) is not in the vocabulary")
     return [] if token in tokenizer.encode("").ids else [token]
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """The object of a JSON file. Raises ValueError naming it."""
+    try:
+        settings = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:  # the first also for what is no UTF-8, or a number without end
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f'{path} must hold an object, e.g. {{"add_bos_token": true, "bos_token": "<s>"}}')
+    return settings

@@ -84,5 +84,5 @@ class Capacity:
 
 
 def _at_least(name: str, value: int, low: int, *, neighbour: int) -> None:
-    if value < low:
-        raise ValueError(f"{name} is {value}; it must be at least {low}, e.g. {neighbour}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {low}, e.g. {neighbour}")

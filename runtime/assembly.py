@@ -16,23 +16,34 @@ from eplb import ExpertLoad
 from moe import ExpertBank
 
 from .batch import TokenTable
+from .cadence import StepBudget
 from .checkpoint import TensorSource, open_checkpoint
-from .config import EngineConfig
+from .control import Control
+from .costs import ItlBudget, StepCosts
 from .decoder import Decoder
 from .dummy import DummyCheckpoint
+from .hardware import read_hardware
+from .heartbeat import HeartbeatState
 from .memory import MemoryPlan
 from .model_config import ModelConfig
+from .node_loading import LoadedRank, load_rank
+from .node_share import NodePeers
+from .outputs import News
 from .pages import PagePool
 from .prefix import PrefixCache
-from .rows import Update
+from .progress import OnProgress, counted
+from .ranks import Inbox
+from .recorder import Recorder, StampedTransport
+from .refusals import check_drafts
+from .request import Request
+from .roofline import CostShape, RooflineOperations
 from .scheduler import Drafter, Scheduler
-from .settling import Settled, settle
+from .settling import Settled
+from .startup import LoadReport
 from .weights import DecoderWeights, bytes_to_read, held_tensors, load_banks, load_shared, verify_held
 from .worker import Worker
 
 OnPlan = Callable[[MemoryPlan], None]
-OnProgress = Callable[[int, int], None]
-Emit = Callable[[int, Update], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,45 +55,88 @@ class Parts:
     workers: tuple[Worker, ...]
     notes: tuple[str, ...]
     """What the user should know of the model's files, a line each."""
+    load: LoadReport | None
+    """What was read from files, where ranks are processes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """What ties one rank to the others, and to whoever listens."""
+
+    transport: Transport
+    control: Control
+    recorder: Recorder
+    emit: Callable[[Sequence[News]], None]
+    inbox: Inbox
 
 
 def assemble(
-    config: EngineConfig,
+    settled: Settled,
     *,
-    transports: Sequence[Transport],
-    emit: Emit,
+    seats: Sequence[Seat],
     drafter: Drafter | None,
     on_plan: OnPlan | None,
     on_progress: OnProgress | None,
+    peers: NodePeers | None = None,
 ) -> Parts:
-    """Build one worker for each transport. What all ranks hold alike is loaded once and shared by them."""
-    settled = settle(config)
+    """Build one worker for each seat. What all ranks hold alike is loaded once and shared by the seats of a process.
+
+    peers   the processes of this node, for the single seat of one of them: they read and keep together what they share
+    """
     if on_plan is not None:
         on_plan(settled.plan)
-    source = _source(settled)
-    weights = _load(settled, source, on_progress)
+    source = _source(settled, turn=(peers.place, peers.size) if peers is not None else (0, 1))
+    report = None
+    if peers is not None:
+        loaded = _load_with(peers, settled, source, on_progress)
+        weights, report = [loaded.weights], loaded.report
+    else:
+        weights = _load(settled, source, [seat.transport.rank for seat in seats], on_progress)
+    budget = _budget(settled)
+    if drafter is not None:
+        drafter = partial(_guarded, drafter, settled.model.vocab_size)
     workers = tuple(
-        _worker(settled, weights[transport.rank], transport, partial(emit, transport.rank), drafter)
-        for transport in transports
+        _worker(settled, held, seat, budget=budget, drafter=drafter) for seat, held in zip(seats, weights, strict=True)
     )
-    return Parts(model=settled.model, plan=settled.plan, workers=workers, notes=settled.model.warnings + source.notes)
+    return Parts(
+        model=settled.model,
+        plan=settled.plan,
+        workers=workers,
+        notes=settled.model.warnings + source.notes,
+        load=report,
+    )
 
 
-def _source(settled: Settled) -> TensorSource:
+def _source(settled: Settled, *, turn: tuple[int, int]) -> TensorSource:
     config = settled.config
     if config.load_format == "dummy":
         return DummyCheckpoint(settled.model, seed=config.seed)
-    return open_checkpoint(config.model, settled.model)
+    return open_checkpoint(config.model, settled.model, turn=turn)
 
 
-def _load(settled: Settled, source: TensorSource, on_progress: OnProgress | None) -> list[DecoderWeights]:
+def _load(
+    settled: Settled, source: TensorSource, ranks: Sequence[int], on_progress: OnProgress | None
+) -> list[DecoderWeights]:
     """One rank's weights after the other; every tensor that any rank holds is verified before the first is read."""
-    model, placement, ranks = settled.model, settled.placement, range(settled.config.ranks)
+    model, placement = settled.model, settled.placement
     verify_held(source, model, placement, ranks=ranks)
     names = {name for rank in ranks for name in held_tensors(model, placement, rank)}
-    progress = _Progress(on_progress, total=bytes_to_read(source, names))
+    progress = counted(on_progress, total=bytes_to_read(source, names))
     shared = load_shared(source, model, dtype=settled.dtype, device=settled.device, progress=progress)
     return [DecoderWeights.join(shared, _banks(settled, source, rank, progress)) for rank in ranks]
+
+
+def _load_with(peers: NodePeers, settled: Settled, source: TensorSource, on_progress: OnProgress | None) -> LoadedRank:
+    return load_rank(
+        source,
+        settled.model,
+        settled.placement,
+        peers=peers,
+        dtype=settled.dtype,
+        device=settled.device,
+        keep_fp8=settled.keep_fp8,
+        on_progress=on_progress,
+    )
 
 
 def _banks(
@@ -100,32 +154,29 @@ def _banks(
     )
 
 
-class _Progress:
-    """Turns bytes since the last call into bytes so far and bytes in all."""
+def _guarded(drafter: Drafter, vocab_size: int, request: Request) -> list[int]:
+    return check_drafts(drafter(request), vocab_size)
 
-    def __init__(self, report: OnProgress | None, *, total: int) -> None:
-        self._report = report
-        self._total = total
-        self._done = 0
 
-    def __call__(self, num_bytes: int) -> None:
-        self._done += num_bytes
-        if self._report is not None:
-            self._report(self._done, self._total)
+def _budget(settled: Settled) -> StepBudget | None:
+    """How many prompt tokens a step may hold by the cost model, when a latency target is set."""
+    config = settled.config
+    if config.cadence.itl_target_ms is None:
+        return None
+    hardware = read_hardware(config.hardware or "")
+    operations = RooflineOperations(shape=CostShape.of(settled.model), hardware=hardware, ranks=config.ranks)
+    return ItlBudget(costs=StepCosts(operations), target_ms=config.cadence.itl_target_ms)
 
 
 def _worker(
-    settled: Settled,
-    weights: DecoderWeights,
-    transport: Transport,
-    emit: Callable[[Update], None],
-    drafter: Drafter | None,
+    settled: Settled, weights: DecoderWeights, seat: Seat, *, budget: StepBudget | None, drafter: Drafter | None
 ) -> Worker:
     config, model, plan = settled.config, settled.model, settled.plan
     pool = PagePool(plan.num_pages, config.cache.block_size)
     prefix = PrefixCache(pool, enabled=config.scheduler.enable_prefix_caching)
     max_model_len = config.scheduler.max_model_len
     assert max_model_len is not None, "max_model_len is settled before workers are built"
+    transport = StampedTransport(seat.transport, seat.recorder)
     return Worker(
         decoder=_decoder(settled, weights, transport),
         scheduler=Scheduler(config.scheduler, pool, prefix, drafter=drafter),
@@ -133,11 +184,15 @@ def _worker(
         prefix=prefix,
         table=TokenTable(config.scheduler.max_num_seqs, max_model_len, device=settled.device),
         transport=transport,
+        control=seat.control,
+        recorder=seat.recorder,
+        state=HeartbeatState.start(config.cadence, budget=budget),
         async_depth=config.async_depth,
         config_hash=config.digest(model),
         load=ExpertLoad(len(model.moe_layers), model.moe.num_experts if model.moe else 0, device=settled.device),
         placement=settled.placement,
-        emit=emit,
+        emit=seat.emit,
+        inbox=seat.inbox,
     )
 
 

@@ -14,6 +14,8 @@ import torch
 
 from ep import ExchangeConfig
 
+from .cadence import CadenceConfig
+from .routing import RoutingConfig
 from .scheduler import SchedulerConfig
 
 DTypeName = Literal["auto", "bfloat16", "float16", "float32", "float64"]
@@ -78,18 +80,27 @@ class EngineConfig:
     async_depth: Literal[0, 1] = 1
     """Steps launched ahead of reading tokens: 1 overlaps the host with the device, 0 reads before going on."""
 
+    hardware: str | None = None
+    """File with a device's peaks, such as profiles/hardware/h200.toml, for the cost model; --itl-target-ms needs it."""
+
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cadence: CadenceConfig = field(default_factory=CadenceConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
 
     def __post_init__(self) -> None:
         _at_least("ranks", self.ranks, 1, "1")
+        _at_least("seed", self.seed, 0, "0")
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; it must be auto or one of {', '.join(DTYPES)}, e.g. bfloat16")
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format is {self.load_format!r}; it must be auto or dummy, e.g. auto")
         if self.async_depth not in (0, 1):
             raise ValueError(f"async_depth is {self.async_depth}; it must be 0 or 1, e.g. 1")
+
+        if self.cadence.itl_target_ms is not None and self.hardware is None:
+            raise ValueError("itl_target_ms is set; it needs hardware, e.g. profiles/hardware/h200.toml")
 
     def digest(self, model: object) -> int:
         """63 bits over these settings and the parsed `model`: equal on ranks that may decode together."""
@@ -98,5 +109,5 @@ class EngineConfig:
 
 
 def _at_least(name: str, value: int, low: int, neighbour: str) -> None:
-    if value < low:
-        raise ValueError(f"{name} is {value}; it must be at least {low}, e.g. {neighbour}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {low}, e.g. {neighbour}")

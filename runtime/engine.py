@@ -10,33 +10,28 @@ nothing is.
 
 from __future__ import annotations
 
-import queue
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from ep import RequestError, SerriedError, ThreadGroup, Transport
+from ep import RequestError, SerriedError
 
-from .assembly import OnPlan, OnProgress, Parts, assemble
+from .assembly import OnPlan
 from .config import EngineConfig
 from .memory import MemoryPlan
 from .model_config import ModelConfig
-from .outputs import RequestOutput, TokenEvent
+from .outputs import News, RequestOutput, TokenEvent
+from .placing import FrontDesk
+from .progress import OnProgress
+from .ranks import Abort, Admit, Ranks, Wish
+from .refusals import check_names, check_params, check_prompt, check_rank
 from .request import Request, ending_ids
-from .rows import Update
+from .routing import Choice
 from .sampling_params import SamplingParams
 from .scheduler import Drafter
 from .telemetry import EngineStats
-from .worker import Abort, Admit, Worker
-
-
-@dataclass(frozen=True, slots=True)
-class _WaveEnd:
-    """A rank left the wave."""
-
-    rank: int
+from .thread_ranks import ThreadRanks
 
 
 class Engine:
@@ -45,6 +40,7 @@ class Engine:
     drafter       guesses the next tokens of a request (tests, speculative decoding); changes no answer
     on_plan       called with the memory plan before anything is allocated
     on_progress   called while weights are loaded, with bytes done and in all
+    ranks         ranks that run already (the other arguments are theirs then); None: threads of this process
 
     Raises ValueError for a setting that cannot work, CheckpointError for a checkpoint that is not what it says.
     Not for use from several threads at once, except `abort`.
@@ -57,24 +53,24 @@ class Engine:
         drafter: Drafter | None = None,
         on_plan: OnPlan | None = None,
         on_progress: OnProgress | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config = config
-        self._events: queue.SimpleQueue[tuple[int, Update] | _WaveEnd] = queue.SimpleQueue()
-        self._group: ThreadGroup[None] = ThreadGroup(config.ranks)
-        events = self._events  # the ranks know the queue, not the engine: no cycle keeps their memory alive
-        self._parts: Parts = assemble(
-            config,
-            transports=self._group.transports,
-            emit=lambda rank, update: events.put((rank, update)),
-            drafter=drafter,
-            on_plan=on_plan,
-            on_progress=on_progress,
-        )
+        self._ranks: Ranks = ranks or ThreadRanks(config, drafter=drafter, on_plan=on_plan, on_progress=on_progress)
         self._open: dict[str, RequestOutput] = {}
         self._seeds = random.Random(config.seed)
-        self._num_submitted = 0
-        self._pending_tokens = [0] * config.ranks
+        self._num_made = 0
+        self._kept: list[RequestOutput] = []  # answers that nobody has taken yet
+        self._desk = FrontDesk(
+            self._ranks.facts.capacities,
+            config.routing,
+            caches_prefixes=config.scheduler.enable_prefix_caching,
+        )
+        self._choices: dict[str, Choice] = {}
         self._failure: BaseException | None = None
+        self._paused = False
+        self._draining = False
+        self._news: Iterator[tuple[int, News]] | None = None  # the wave that is running
 
     def __enter__(self) -> Self:
         return self
@@ -87,22 +83,17 @@ class Engine:
     @property
     def model(self) -> ModelConfig:
         """What was read from the model's folder."""
-        return self._parts.model
+        return self._ranks.facts.model
 
     @property
     def plan(self) -> MemoryPlan:
         """Where the bytes of one rank go."""
-        return self._parts.plan
-
-    @property
-    def workers(self) -> tuple[Worker, ...]:
-        """The ranks; to be looked at between waves only."""
-        return self._parts.workers
+        return self._ranks.facts.plan
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know of the model's files, a line each."""
-        return self._parts.notes
+        return self._ranks.facts.notes
 
     @property
     def num_unfinished(self) -> int:
@@ -121,45 +112,40 @@ class Engine:
     ) -> str:
         """Queue one request and return its id; it runs when `events`, `run` or `generate` is called.
 
-        rank: where it decodes; None: where the fewest tokens are waiting. Under the policy "priority" a lower
+        rank: where it decodes; None: where it costs least (see `routing`). Under the policy "priority" a lower
         `priority` is served first. Raises RequestError (field, value, rule) and queues nothing.
         """
-        self._check_alive()
         params = params if params is not None else SamplingParams()
         request = self._request(prompt_token_ids, params, request_id, priority, cache_salt)
-        place = self._place(rank)
-        worker = self.workers[place]
-        worker.scheduler.capacity.max_len(len(request.prompt), params.max_tokens)
-        self._num_submitted += 1
-        self._open[request.id] = RequestOutput(
-            request_id=request.id,
-            prompt_token_ids=request.prompt,
-            seed=request.seed,
-            rank=place,
-            logprobs=None if params.logprobs is None else [],
-        )
-        self._pending_tokens[place] += len(request.prompt) + (params.max_tokens or 0)
-        worker.inbox.append(Admit(request=request))
-        return request.id
+        self._check_fits(request, rank)
+        return self._queue(request, rank)
+
+    def explain(self, request_id: str) -> list[str]:
+        """Why an unfinished request was placed where it is: a line for each rank. Empty where the caller chose."""
+        choice = self._choices.get(request_id)
+        return choice.explain() if choice is not None else []
 
     def abort(self, request_id: str) -> None:
         """End a request at its rank's next step, with what it has; unknown and ended ones are ignored."""
         output = self._open.get(request_id)
         if output is not None:
-            self.workers[output.rank].inbox.append(Abort(request_id=request_id))
+            self._ranks.send(output.rank, Abort(request_id=request_id))
 
     def events(self) -> Iterator[TokenEvent]:
-        """Decode until every submitted request has ended, yielding tokens as they are read.
+        """Decode until every submitted request has ended (or `pause`), yielding tokens as they are read.
 
         Requests may be submitted and aborted between two events. Leaving the iteration early aborts what is unfinished.
         """
         self._check_alive()
-        while self._open:
+        if self._news is not None:
+            raise SerriedError("the engine decodes already: end or leave the events that are being taken first")
+        while self._open and not self._paused:
             yield from self._wave()
 
     def run(self) -> list[RequestOutput]:
         """Decode until every submitted request has ended; the answers in order of submission."""
-        outputs = list(self._open.values())
+        outputs = [*self._kept, *self._open.values()]
+        self._kept = []
         for _ in self.events():
             pass
         return outputs
@@ -167,23 +153,55 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[RequestOutput]:
-        """Answers to `prompts` (token ids), in order; `params` for all, or one for each."""
+        """Answers to `prompts` (token ids), in order; `params` for all, or one for each.
+
+        Raises RequestError for the first prompt that cannot run; then none is queued.
+        """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"params has {len(each)} entries; it must have one for each of the {len(prompts)} prompts")
-        ids = [self.submit(prompt, chosen) for prompt, chosen in zip(prompts, each, strict=True)]
-        outputs = {output.request_id: output for output in self.run()}
-        return [outputs[request_id] for request_id in ids]
+        requests = []
+        for prompt, chosen in zip(prompts, each, strict=True):
+            requests.append(self._request(prompt, chosen, None, 0, ""))
+            self._check_fits(requests[-1], None)
+        others = self._kept + list(self._open.values())  # decode along with these, and wait for `run`
+        self._kept = []
+        for request in requests:
+            self._queue(request, None)
+        outputs = self.run()
+        self._kept = others
+        return outputs[-len(requests) :] if requests else []
+
+    def pause(self) -> None:
+        """Launch nothing from the next step on; `events` returns when nothing is in flight. Idempotent."""
+        self._wish(Wish(pause=True, drain=self._draining))
+        self._paused = True
+
+    def resume(self) -> None:
+        """Take a pause back; `events` goes on where it was. Idempotent."""
+        self._paused = False
+        self._wish(Wish(drain=self._draining))
+
+    def drain(self) -> None:
+        """Take no new request from now on; those that are here go on to their end. Idempotent."""
+        self._draining = True
+        self._wish(Wish(pause=self._paused, drain=True))
+
+    def _wish(self, wish: Wish) -> None:
+        self._check_alive()
+        for rank in range(self.config.ranks):
+            self._ranks.send(rank, wish)
 
     def stats(self) -> EngineStats:
         """Counters of every rank; between waves they are exact."""
-        return EngineStats(ranks=tuple(worker.stats() for worker in self.workers))
+        return EngineStats(ranks=self._ranks.stats())
 
     def close(self) -> None:
         """End what still runs; the engine takes no more requests. Closing twice is the same as once."""
+        if self._failure is None and self._news is not None:
+            self._abandon(self._news)
         if self._failure is None:
-            self._group.stop(SerriedError("the engine was closed"))
-            self._failure = SerriedError("the engine was closed")
+            self._fail(SerriedError("the engine was closed"))
 
     def _request(
         self,
@@ -193,105 +211,100 @@ class Engine:
         priority: int,
         cache_salt: str,
     ) -> Request:
-        params.check_vocab(self.model.vocab_size)
-        _check_prompt(prompt_token_ids, self.model.vocab_size)
-        name = request_id if request_id is not None else f"request-{self._num_submitted}"
+        self._check_alive()
+        if self._draining:
+            raise SerriedError("the engine drains: it takes no new request")
+        prompt = check_prompt(prompt_token_ids, self.model.vocab_size)
+        check_params(params, self.model.vocab_size)
+        check_names(request_id=request_id, priority=priority, cache_salt=cache_salt)
+        name = request_id if request_id is not None else f"request-{self._num_made}"
         if name in self._open:
             raise RequestError(field="request_id", value=name, rule="is in use; choose another or leave it out")
+        self._num_made += 1
         return Request(
             id=name,
-            prompt=tuple(prompt_token_ids),
+            prompt=prompt,
             params=params,
-            arrival=self._num_submitted,
+            arrival=self._num_made,
             priority=priority,
             cache_salt=cache_salt,
             seed=params.seed if params.seed is not None else self._seeds.getrandbits(64),
             stop_ids=ending_ids(params, self.model.eos_token_ids),
         )
 
-    def _place(self, rank: int | None) -> int:
+    def _queue(self, request: Request, rank: int | None) -> str:
         if rank is None:
-            return min(range(self.config.ranks), key=lambda place: (self._pending_tokens[place], place))
-        if not 0 <= rank < self.config.ranks:
-            raise RequestError(
-                field="rank", value=rank, rule=f"must be from 0 to {self.config.ranks - 1}, or None to choose by load"
-            )
-        return rank
+            self._choices[request.id] = choice = self._desk.choose(request)
+            rank = choice.rank
+        self._desk.book(request, rank)
+        self._open[request.id] = RequestOutput(
+            request_id=request.id,
+            prompt_token_ids=request.prompt,
+            seed=request.seed,
+            rank=rank,
+            logprobs=None if request.params.logprobs is None else [],
+        )
+        self._ranks.send(rank, Admit(request=request))
+        return request.id
+
+    def _check_fits(self, request: Request, rank: int | None) -> None:
+        """Raise RequestError unless the rank that is asked for, or any if none is, can hold the request alone."""
+        if rank is not None:
+            check_rank(rank, self.config.ranks)
+        capacities = self._ranks.facts.capacities
+        largest = max(capacities, key=lambda capacity: capacity.num_pages * capacity.page_size)
+        capacity = largest if rank is None else capacities[rank]
+        capacity.max_len(len(request.prompt), request.params.max_tokens)
 
     def _wave(self) -> Iterator[TokenEvent]:
         """Run the ranks once from idle to idle. A failure of any rank is raised here, as that rank raised it."""
-        self._group.start(self._run_rank)
-        arrivals = self._arrivals()
+        news = self._news = self._ranks.wave()
         try:
-            for event in arrivals:  # noqa: UP028  # `yield from` would close `arrivals` before it has run to its end
-                yield event
-            self._group.join()
-        except GeneratorExit:
-            self._abandon(arrivals)
+            for rank, item in news:
+                yield self._event(rank, item)
+        except (GeneratorExit, KeyboardInterrupt):
+            if self._failure is None:  # else nothing runs any more
+                self._abandon(news)
             raise
         except BaseException as error:
-            self._failure = error
-            self._group.stop(error)
+            self._fail(error)
             raise
+        finally:
+            self._news = None
 
-    def _arrivals(self) -> Iterator[TokenEvent]:
-        """Events until every rank has left the wave."""
-        running = self.config.ranks
-        while running:
-            item = self._events.get()
-            if isinstance(item, _WaveEnd):
-                running -= 1
-            else:
-                yield self._event(*item)
-
-    def _abandon(self, arrivals: Iterator[TokenEvent]) -> None:
+    def _abandon(self, news: Iterator[tuple[int, News]]) -> None:
         """Abort all that is open and let the wave come to its end, so that every page is free again."""
         for request_id in list(self._open):
             self.abort(request_id)
-        for _ in arrivals:
-            pass
-        self._group.join()
+        for rank, item in news:
+            self._event(rank, item)
 
-    def _run_rank(self, transport: Transport) -> None:
-        try:
-            self.workers[transport.rank].run_wave()
-        finally:
-            self._events.put(_WaveEnd(transport.rank))
-
-    def _event(self, rank: int, update: Update) -> TokenEvent:
-        """Book an update and turn it into what the caller sees."""
-        output = self._open[update.request.id]
-        output.token_ids.extend(update.new_tokens)
+    def _event(self, rank: int, news: News) -> TokenEvent:
+        """Book what a rank said and turn it into what the caller sees."""
+        output = self._open[news.request_id]
+        output.token_ids.extend(news.token_ids)
         if output.logprobs is not None:
-            output.logprobs.extend(update.logprobs or ())
-        if update.finish_reason is not None:
-            output.finish_reason = update.finish_reason
-            output.num_cached_tokens = update.request.num_cached
-            output.num_preemptions = update.request.num_preemptions
-            params = update.request.params
-            self._pending_tokens[rank] -= len(update.request.prompt) + (params.max_tokens or 0)
-            del self._open[update.request.id]
+            output.logprobs.extend(news.logprobs or ())
+        if news.finish_reason is not None:
+            output.finish_reason = news.finish_reason
+            output.num_cached_tokens = news.num_cached
+            output.num_preemptions = news.num_preemptions
+            self._choices.pop(news.request_id, None)
+            del self._open[news.request_id]
+        self._desk.hear(news)
         return TokenEvent(
-            request_id=update.request.id,
+            request_id=news.request_id,
             rank=rank,
             seed=output.seed,
-            token_ids=tuple(update.new_tokens),
-            logprobs=None if output.logprobs is None else tuple(update.logprobs or ()),
-            finish_reason=update.finish_reason,
+            token_ids=news.token_ids,
+            logprobs=None if output.logprobs is None else news.logprobs or (),
+            finish_reason=news.finish_reason,
         )
+
+    def _fail(self, cause: BaseException) -> None:
+        self._failure = cause
+        self._ranks.close(cause)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise SerriedError(f"the engine has stopped: {self._failure}") from self._failure
-
-
-def _check_prompt(prompt_token_ids: Sequence[int], vocab_size: int) -> None:
-    if not prompt_token_ids:
-        raise RequestError(field="prompt", value=[], rule="must hold at least one token, e.g. [1]")
-    for place, token in enumerate(prompt_token_ids):
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise RequestError(
-                field=f"prompt[{place}]",
-                value=token,
-                rule=f"must be a token id from 0 to {vocab_size - 1}, the vocabulary's last, e.g. {vocab_size - 1}",
-            )

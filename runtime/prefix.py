@@ -20,7 +20,7 @@ from .request import Request
 class PrefixCache:
     """Finds and publishes full pages in a `PagePool`. Switched off, it finds nothing and publishes nothing.
 
-    `num_queried` and `num_hit` count tokens: of every admission's known tokens, and of those found here.
+    `num_queried` and `num_hit` count prompt tokens of admitted requests: all of them, and those found here.
     """
 
     def __init__(self, pool: PagePool, *, enabled: bool = True, model_salt: str = "") -> None:
@@ -46,8 +46,11 @@ class PrefixCache:
         return pages
 
     def take(self, request: Request, pages: Sequence[int]) -> None:
-        """Count an admission whose prefix lies in `pages` (from `match`), and hold them for the request."""
-        if self.enabled:
+        """Hold `pages` (from `match`), the request's cached prefix; its first admission is counted.
+
+        What a preempted request finds again was its own, or is no news.
+        """
+        if self.enabled and not request.num_preemptions:
             self.num_queried += len(request.tokens)
             self.num_hit += len(pages) * self.pool.page_size
         self.pool.retain(pages)

@@ -154,7 +154,16 @@ def _shown_name(name: object) -> str:
     return text if text.isprintable() else ascii(text)
 
 
+NOT_BUILT = {
+    "stop": "stop strings are not built; stop_token_ids ends a text at a token",
+    "n": "several answers to one prompt are not built; ask as often, each time with another seed",
+    "messages": "chat is not built; a prompt is text or token ids",
+}
+
+
 def _unknown_field_rule(name: object, known: Sequence[str]) -> str:
+    if name in NOT_BUILT:
+        return NOT_BUILT[str(name)]
     close = difflib.get_close_matches(str(name)[:80].lower(), known, n=1)
     if close:
         return f"is not a sampling field, did you mean {close[0]!r}?"

@@ -65,6 +65,11 @@ class Scheduler:
         return len(self._roster.waiting)
 
     @property
+    def num_free_slots(self) -> int:
+        """Requests that may still start to run."""
+        return self._roster.num_free_slots
+
+    @property
     def num_parked(self) -> int:
         """Preempted or ended requests that hold pages until their last launched step is read."""
         return len(self._roster.parked)

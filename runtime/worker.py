@@ -11,29 +11,35 @@ Shapes: T tokens here, B sampled positions, L MoE layers, E experts.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dbo import drive
-from ep import Kind, SerriedError, Tag, Transport
+from ep import PeerFailed, SerriedError, Transport
 from eplb import ExpertLoad, balancedness
 from moe import ExpertPlacement
 
 from .batch import StepBatch, TokenTable
+from .control import Control
 from .decoder import Decoder, TrackInput
-from .heartbeat import StepPlan, Vote, decide
+from .heartbeat import HeartbeatState, StepPlan, decide
+from .outputs import News
 from .pages import PagePool
 from .prefix import PrefixCache
-from .request import Request
+from .ranks import Admit, Inbox, Wish
+from .recorder import Recorder
 from .rows import Proposal, Row, Update
 from .sampler import Sampled, SamplerBatch, sample
 from .samples import read_rows, sample_rows
 from .scheduler import Scheduler
 from .telemetry import RankStats, StepCounters
+from .verdict import Phase
+from .votes import PrefillWatch, Vote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,22 +52,8 @@ class Launched:
     counts_LE: Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admit:
-    """A request that enters this rank."""
-
-    request: Request
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abort:
-    """A request that is no longer wanted; unknown ids are ignored, so aborting twice is harmless."""
-
-    request_id: str
-
-
 class Worker:
-    """A rank. `inbox` takes Admit and Abort from any thread; `emit` gets every Update, in the rank's own thread."""
+    """A rank. `inbox` is emptied before each step; `emit` gets the News of each, in the rank's own thread."""
 
     def __init__(
         self,
@@ -72,11 +64,15 @@ class Worker:
         prefix: PrefixCache,
         table: TokenTable,
         transport: Transport,
+        control: Control,
+        recorder: Recorder,
+        state: HeartbeatState,
         async_depth: int,
         config_hash: int,
         load: ExpertLoad,
         placement: ExpertPlacement | None,
-        emit: Callable[[Update], None],
+        emit: Callable[[Sequence[News]], None],
+        inbox: Inbox,
     ) -> None:
         self.decoder = decoder
         self.scheduler = scheduler
@@ -84,12 +80,18 @@ class Worker:
         self.prefix = prefix
         self.table = table
         self.transport = transport
+        self.control = control
+        self.recorder = recorder
+        self.state = state
+        self.watch = PrefillWatch()
+        self.wish = Wish()
+        self.compute_us = 0
         self.async_depth = async_depth
         self.config_hash = config_hash
         self.load = load
         self.placement = placement
         self.emit = emit
-        self.inbox: deque[Admit | Abort] = deque()
+        self.inbox = inbox
         self.in_flight: deque[Launched] = deque()
         self.counters = StepCounters()
         self.sequence = 0
@@ -101,23 +103,34 @@ class Worker:
                 pass
 
     def step(self) -> bool:
-        """One beat; False when the plan says that the wave is over."""
+        """One beat; False when the plan says that the wave is over, or paused with nothing in flight."""
+        self.recorder.stamp(Phase.PROPOSE, self.sequence)
         self._read_inbox()
         proposal = self.scheduler.propose()
         plan = self._agree(proposal)
-        if plan.last:
+        self._check(plan)
+        if plan.last or plan.paused:
             self._read_down_to(0)
             return False
-        if plan.stalled:
-            raise SerriedError(
-                f"no rank can move in step {plan.step}, and requests are unfinished: {self.scheduler.describe()}",
-                rank=self.transport.rank,
-                step=plan.step,
-            )
         if plan.bucket:
-            self.in_flight.append(self._launch(self.scheduler.commit(proposal), plan))
+            self.recorder.stamp(Phase.COMMIT, plan.step)
+            rows = self.scheduler.commit(proposal, prefill_allowed=plan.prefill_allowed)
+            self.watch.committed(rows)
+            self.in_flight.append(self._launch(rows, plan))
         self._read_down_to(self.async_depth if plan.bucket else 0)
         return True
+
+    def _check(self, plan: StepPlan) -> None:
+        """Raise where the plan says that the group cannot go on."""
+        rank, step = self.transport.rank, plan.step
+        if plan.failed is not None:
+            raise PeerFailed(plan.failed, "voted that it cannot go on", rank=rank, step=step)
+        if plan.stalled:
+            raise SerriedError(
+                f"no rank can move in step {step}, and requests are unfinished: {self.scheduler.describe()}",
+                rank=rank,
+                step=step,
+            )
 
     def stats(self) -> RankStats:
         """This rank's counters now."""
@@ -147,31 +160,50 @@ class Worker:
         return balancedness(counts_E, self.placement.slot_experts, self.placement.num_ranks)
 
     def _read_inbox(self) -> None:
-        while self.inbox:
-            item = self.inbox.popleft()
+        for item in self.inbox.take():
             if isinstance(item, Admit):
                 self.scheduler.add(item.request)
+            elif isinstance(item, Wish):
+                self.wish = item
             else:
-                for update in self.scheduler.abort(item.request_id):
-                    self.emit(update)
+                self._say(self.scheduler.abort(item.request_id))
 
     def _agree(self, proposal: Proposal) -> StepPlan:
-        vote = Vote(
+        self.recorder.stamp(Phase.VOTE, self.sequence)
+        gathering = self.control.gather(self._vote(proposal).row(), sequence=self.sequence)
+        self.recorder.wait()
+        votes = [Vote.from_row(row) for row in gathering.wait()]
+        self.recorder.go_on()
+        self.sequence += 1
+        plan, self.state = decide(votes, self.state)
+        return plan
+
+    def _vote(self, proposal: Proposal) -> Vote:
+        scheduler = self.scheduler
+        spare = scheduler.config.max_num_batched_tokens - proposal.decode_tokens - proposal.prefill_tokens
+        return Vote(
             sequence=self.sequence,
             epoch=0,
             config_hash=self.config_hash,
             decode_tokens=proposal.decode_tokens,
             prefill_tokens=proposal.prefill_tokens,
-            unfinished=self.scheduler.num_unfinished,
+            unfinished=scheduler.num_unfinished,
             in_flight=len(self.in_flight),
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            free_pages=self.pool.num_free,
+            free_slots=scheduler.num_free_slots,
+            spare_tokens=spare,
+            pause=int(self.wish.pause),
+            drain=int(self.wish.drain),
+            compute_us=self.compute_us,
+            **self.watch.vote(proposal, spare_tokens=spare, now_ns=time.monotonic_ns())._asdict(),
         )
-        tag = Tag(step=self.sequence, layer=-1, track=0, round=0, kind=Kind.VOTE)
-        votes = self.transport.all_gather(torch.tensor(vote.row(), dtype=torch.int64), tag=tag).wait()
-        self.sequence += 1
-        return decide([Vote.from_row(row) for row in votes.tolist()])
 
     def _launch(self, rows: tuple[Row, ...], plan: StepPlan) -> Launched:
         """Put one step on the device: nothing here reads a result back to the host."""
+        self.recorder.stamp(Phase.LAUNCH, plan.step)
+        begin = self.recorder.waited_ns, time.monotonic_ns()
         self.table.admit(rows)
         tokens = self.table.tokens
         batch = StepBatch.build(rows, page_size=self.pool.page_size, device=tokens.device)
@@ -184,9 +216,16 @@ class Worker:
             bucket=plan.bucket,
         )
         [out] = drive([self.decoder.stages(track)])
+        self.recorder.stamp(Phase.SAMPLE, plan.step)
         sampled = self._sample(out.logits_BV, batch) if len(batch.logit_rows_B) else None
+        self.compute_us = self._own_us(*begin)
         self.counters.launched(rows)
         return Launched(plan=plan, batch=batch, sampled=sampled, counts_LE=out.counts_LE)
+
+    def _own_us(self, waited_ns: int, since_ns: int) -> int:
+        """Microseconds since `since_ns` that this rank did not spend waiting for others."""
+        waited = self.recorder.waited_ns - waited_ns
+        return max(time.monotonic_ns() - since_ns - waited, 0) // 1000
 
     def _sample(self, logits_BV: Tensor, batch: StepBatch) -> Sampled:
         """Choose the next tokens and put them where the next step will find them."""
@@ -204,9 +243,26 @@ class Worker:
 
     def _finish(self, launched: Launched) -> None:
         """Read a step: its tokens reach the requests, its expert counts reach the load, ended requests leave."""
+        self.recorder.stamp(Phase.READ, self.sequence)
         rows = launched.batch.rows
         if launched.counts_LE.shape[0]:
             self.load.add(launched.counts_LE, num_tokens=sum(row.num_tokens for row in rows))
-        for update in self.scheduler.finish(rows, read_rows(rows, launched.sampled)):
+        self._say(self.scheduler.finish(rows, read_rows(rows, launched.sampled)))
+
+    def _say(self, updates: Sequence[Update]) -> None:
+        for update in updates:
             self.counters.updated(update)
-            self.emit(update)
+        if updates:
+            self.emit([_news(update) for update in updates])
+
+
+def _news(update: Update) -> News:
+    request = update.request
+    return News(
+        request_id=request.id,
+        token_ids=update.new_tokens,
+        logprobs=update.logprobs,
+        finish_reason=update.finish_reason,
+        num_cached=request.num_cached,
+        num_preemptions=request.num_preemptions,
+    )

@@ -1,6 +1,8 @@
 import io
 import json
 
+import pytest
+
 from launch.answers import Answer, JsonPrinter, TextPrinter
 from launch.prompts import Prompt
 from launch.text import TextCodec
@@ -64,6 +66,17 @@ def test_json_lines_come_in_input_order_each_as_soon_as_it_can():
     assert lines() == ["a", "b"]
     answers[2].take(event("c", 1, reason="abort"))
     assert lines() == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("utf-8", "né"), ("ascii", r"n\u00e9"), ("latin-1", r"n\u00e9")])
+def test_json_lines_are_json_in_every_encoding(encoding, shown):
+    one = answer("né")
+    one.take(event("né", 0, reason="stop"))
+    out = io.TextIOWrapper(raw := io.BytesIO(), encoding, errors="backslashreplace")
+    JsonPrinter([one], out).advance()
+    line = raw.getvalue().decode(encoding)
+    assert f'"id": "{shown}"' in line
+    assert json.loads(line)["id"] == "né"
 
 
 def test_text_grows_in_place_and_later_answers_wait_their_turn():

@@ -1,6 +1,8 @@
 import dataclasses
+import io
 import re
 import shlex
+import sys
 
 import pytest
 
@@ -78,19 +80,32 @@ def test_help_shows_examples_and_explains_every_flag(name, capsys):
         ("m --rank 2", "unrecognized options: --rank, 2 Perhaps you meant: --ranks INT"),
         ("", "missing from serried generate: MODEL"),
         ("m --temperature warm", "--temperature: could not convert string to float: 'warm'"),
-        ("m --ranks 0", "ranks is 0; it must be at least 1, e.g. 1"),
-        ("m --block-size 0", "block_size is 0; it must be at least 1, e.g. 64"),
+        ("m --dtype half", "invalid choice 'half' for argument '--dtype'. Expected one of ('auto', "),
+        ("m --prompts", "missing value for argument '--prompts'. Expected 1 values."),
+        ("m --ranks 0", "ranks is 0; it must be a whole number of at least 1, e.g. 1"),
+        ("m --block-size 0", "block_size is 0; it must be a whole number of at least 1, e.g. 64"),
     ],
 )
-def test_a_bad_flag_is_refused_in_one_line(line, message):
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_bad_flag_is_refused_in_one_line(line, message, encoding, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))  # the parser draws boxes to match it
     with pytest.raises(Refusal) as refusal:
         generate(line)
     said = str(refusal.value)
     assert said.startswith(message)
     assert said.endswith(" (serried generate --help)")
-    assert "\n" not in said
+    assert not re.search(r"\n|[─│]|--- ", said)
 
 
 def test_top_p_out_of_range_is_refused_with_field_value_and_rule():
     with pytest.raises(Refusal, match=r"^top_p = 1\.5: must be a number above 0 and at most 1, for example 1\.0 "):
         generate("m --top-p 1.5")
+
+
+def test_the_help_of_a_seed_says_what_equal_seeds_promise_and_where_that_ends(capsys):
+    with pytest.raises(SystemExit):
+        generate("--help")
+    text = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
+    said = text[text.index("--sampling-seed") :][:400]
+    assert "whatever else runs, in float32 and float64" in said
+    assert "16-bit" in said

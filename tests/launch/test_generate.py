@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -7,12 +8,18 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from launch.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPT = 'The "assert" statement'
 SMALL = ("--num-blocks", "64")
+
+
+def heed_ctrl_c() -> None:
+    """A background job inherits SIGINT ignored, and so would its children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def start(*words: str) -> "subprocess.Popen[str]":
@@ -24,6 +31,7 @@ def start(*words: str) -> "subprocess.Popen[str]":
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=heed_ctrl_c,  # noqa: PLW1509  # no other thread runs when this is called
     )
 
 
@@ -110,3 +118,18 @@ def test_a_reader_that_leaves_causes_no_traceback(tiny):
         err = process.stderr.read()
     assert process.returncode == 1, err
     assert "Traceback" not in err
+
+
+def test_weights_that_are_not_numbers_are_said_to_be_the_cause(capsys, tiny, tmp_path):
+    for file in Path(tiny).glob("*.json"):
+        shutil.copy(file, tmp_path)
+    weights = load_file(Path(tiny) / "model.safetensors")
+    weights["model.norm.weight"].fill_(float("nan"))
+    save_file(weights, tmp_path / "model.safetensors")
+    assert main(["generate", str(tmp_path), "--prompt", "a", "--prompt", "b", *SMALL]) == 1
+    said = capsys.readouterr()
+    assert said.out.endswith("[0 tokens, error]\n\n")
+    assert said.err.splitlines()[-1] == (
+        "serried: 2 of 2 requests ended in an error: no usable logits, they were NaN or infinite; "
+        "the weights or the number format (--dtype) do not fit"
+    )

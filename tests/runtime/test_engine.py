@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import runtime.assembly
 import runtime.worker
 from dbo import drive
 from ep import RequestError, SerriedError
-from runtime import Engine, FinishReason, SamplingParams
+from runtime import Engine, EngineConfig, FinishReason, SamplingParams
 from runtime.batch import StepBatch
 from runtime.worker import Worker
 from tests.runtime.mixes import SMALL_V3, Ask, Settings, engine_config, run_mix
@@ -31,10 +34,29 @@ def test_answers_come_in_the_order_of_the_prompts(small_v3: Path):
     assert all(output.finish_reason is FinishReason.LENGTH for output in together)
 
 
-def test_requests_go_where_the_fewest_tokens_wait(small_v3: Path):
+def test_requests_go_where_the_least_waits_and_ties_go_round(small_v3: Path):
     with Engine(engine_config(small_v3, Settings(ranks=3))) as engine:
         outputs = engine.generate([[5] * 50, [6], [7], [8]], GREEDY)
-    assert [output.rank for output in outputs] == [0, 1, 2, 1]
+    assert [output.rank for output in outputs] == [0, 2, 1, 2]
+
+
+def test_a_prompt_goes_where_its_beginning_is_cached_and_says_why(small_v3: Path):
+    settings = Settings(ranks=3, block_size=16, num_blocks=64, enable_prefix_caching=True)
+    common = [9] * 70
+    with Engine(engine_config(small_v3, settings)) as engine:
+        engine.submit([*common, 1], GREEDY, rank=2)
+        engine.run()
+        name = engine.submit([*common, 2], GREEDY)
+        assert engine.explain(name)[2].endswith("<- chosen")
+        [output] = engine.run()
+    assert (output.rank, output.num_cached_tokens) == (2, 64)
+
+
+def test_ranks_that_may_take_nothing_new_are_passed_over(small_v3: Path):
+    with Engine(engine_config(small_v3, Settings(ranks=2))) as engine:
+        engine._desk.drain(0)
+        outputs = engine.generate([[5], [6], [7]], GREEDY)
+    assert [output.rank for output in outputs] == [1, 1, 1]
 
 
 def test_a_request_may_join_while_others_decode(small_v3: Path):
@@ -48,6 +70,22 @@ def test_a_request_may_join_while_others_decode(small_v3: Path):
             tokens[event.request_id].extend(event.token_ids)
     assert tokens["late"] == truth.token_ids
     assert len(tokens["first"]) == 12
+
+
+def test_answers_of_other_requests_wait_for_run(small_v3: Path):
+    with Engine(engine_config(small_v3, Settings())) as engine:
+        engine.submit([5, 6], GREEDY, request_id="earlier")
+        [output] = engine.generate([[7, 8]], GREEDY)
+        [earlier] = engine.run()
+        assert engine.run() == []
+    assert (earlier.request_id, len(earlier.token_ids)) == ("earlier", 6)
+    assert output.prompt_token_ids == (7, 8)
+
+
+def test_requests_without_a_limit_count_as_long(small_v3: Path):
+    with Engine(engine_config(small_v3, Settings(ranks=2))) as engine:
+        ranks = [engine._open[engine.submit([5] * n, replace(GREEDY, max_tokens=None))].rank for n in (60, 3, 3, 3)]
+    assert sorted(ranks) == [0, 0, 1, 1]
 
 
 def test_an_aborted_request_ends_once_and_the_others_go_on(small_v3: Path):
@@ -77,6 +115,15 @@ def test_leaving_the_events_early_aborts_the_rest_and_keeps_the_engine_usable(sm
         assert engine.generate([[5, 6]], GREEDY)[0].token_ids == truth.token_ids
 
 
+def test_a_closed_engine_leaves_no_thread_behind(small_v3: Path):
+    engine = Engine(engine_config(small_v3, Settings(ranks=3)))
+    engine.submit([5, 6], replace(GREEDY, max_tokens=200))
+    events = engine.events()
+    next(events)
+    engine.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
+
+
 def test_a_request_without_a_seed_reports_the_one_it_drew(small_v3: Path):
     params = SamplingParams(temperature=1.0, max_tokens=12)
     with Engine(engine_config(small_v3, Settings())) as engine:
@@ -90,7 +137,7 @@ def test_a_request_without_a_seed_reports_the_one_it_drew(small_v3: Path):
 def test_expert_counts_are_of_real_tokens_and_all_of_them(small_v3: Path):
     with Engine(engine_config(small_v3, Settings(ranks=3, async_depth=1))) as engine:
         engine.generate([[5 + i, 6, 7] for i in range(4)], GREEDY)
-        for worker in engine.workers:
+        for worker in engine._ranks.workers:
             worker.load.check_conserved(SMALL_V3["num_experts_per_tok"])
             assert worker.load.num_tokens == worker.counters.computed_tokens
 
@@ -180,9 +227,147 @@ def test_a_request_that_cannot_run_is_refused_at_the_door(small_v3: Path, prompt
         assert engine.generate([[5]], GREEDY)[0].finish_reason is FinishReason.LENGTH
 
 
-def test_more_ranks_than_experts_are_refused_with_the_number_that_would_do(small_v3: Path):
-    with pytest.raises(ValueError, match=r"17.*16 routed experts, so 16 would do"):
-        Engine(engine_config(small_v3, Settings(ranks=17)))
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"cache_salt": "\ud800"}, r"cache_salt.*UTF-8"),
+        ({"cache_salt": None}, r"cache_salt.*None.*must be text"),
+        ({"priority": "a"}, r"priority.*'a'.*whole number"),
+        ({"priority": float("nan")}, r"priority.*nan.*whole number"),
+        ({"request_id": 5}, r"request_id.*5.*must be text"),
+        ({"request_id": []}, r"request_id.*must be text"),
+        ({"rank": 0.0}, r"rank.*0\.0.*must be from 0 to 0"),
+        ({"rank": 1}, r"rank.*1.*must be from 0 to 0"),
+        ({"params": {"temperature": 0}}, r"params.*must be SamplingParams"),
+        ({"prompt_token_ids": 5}, r"prompt.*must be a sequence"),
+        ({"prompt_token_ids": [10**400]}, r"prompt\[0\].*\.\.\..*must be a token id"),
+        ({"prompt_token_ids": ["a"]}, r"prompt\[0\].*'a'.*must be a token id"),
+        ({"prompt_token_ids": [True]}, r"prompt\[0\].*True.*must be a token id"),
+    ],
+)
+def test_what_a_rank_would_stumble_over_is_refused_at_the_door(small_v3: Path, words: dict, message: str):
+    with Engine(engine_config(small_v3, Settings(policy="priority", enable_prefix_caching=True))) as engine:
+        with pytest.raises(RequestError, match=message):
+            engine.submit(**({"prompt_token_ids": [5] * 70, "params": GREEDY} | words))
+        assert engine.num_unfinished == 0
+
+
+def test_prompts_of_numpy_and_torch_are_taken(small_v3: Path):
+    with Engine(engine_config(small_v3, Settings())) as engine:
+        outputs = engine.generate([[5, 6], np.array([5, 6]), torch.tensor([5, 6])], GREEDY)
+    assert outputs[0].token_ids == outputs[1].token_ids == outputs[2].token_ids
+
+
+def test_decoding_within_decoding_is_refused_in_words(small_v3: Path):
+    with Engine(engine_config(small_v3, Settings())) as engine:
+        engine.submit([5, 6], GREEDY)
+        for _ in engine.events():
+            with pytest.raises(SerriedError, match="decodes already"):
+                engine.run()
+            break
+        assert engine.generate([[5, 6]], GREEDY)[0].finish_reason is FinishReason.LENGTH
+
+
+def test_aborted_requests_count_as_finished(small_v3: Path):
+    with Engine(engine_config(small_v3, Settings())) as engine:
+        engine.submit([5, 6], GREEDY, request_id="gone")
+        engine.submit([5, 6], GREEDY)
+        engine.abort("gone")
+        engine.run()
+        assert engine.stats().ranks[0].finished == 2
+
+
+@pytest.mark.parametrize("drafts", [None, [160], [-1], ["a"], [5, 10**30]])
+def test_a_drafter_that_guesses_no_tokens_changes_nothing(small_v3: Path, drafts):
+    with Engine(engine_config(small_v3, Settings()), drafter=lambda request: drafts) as engine:
+        [output] = engine.generate([[5, 6]], GREEDY)
+    with Engine(engine_config(small_v3, Settings())) as engine:
+        [truth] = engine.generate([[5, 6]], GREEDY)
+    assert output.token_ids == truth.token_ids
+
+
+@pytest.mark.parametrize(
+    "words",
+    [{"ranks": "2"}, {"ranks": 1.5}, {"ranks": True}, {"ranks": 0}, {"seed": "x"}, {"seed": -1}, {"async_depth": 2}],
+)
+def test_a_setting_of_the_wrong_kind_is_named(words: dict):
+    with pytest.raises(ValueError, match=next(iter(words))):
+        EngineConfig(model="any", **words)
+
+
+def test_a_batch_with_one_bad_prompt_queues_none(small_v3: Path):
+    with Engine(engine_config(small_v3, Settings())) as engine:
+        with pytest.raises(RequestError, match="160"):
+            engine.generate([[5], [160]], GREEDY)
+        assert engine.num_unfinished == 0
+
+
+def test_at_depth_1_a_step_is_launched_before_the_one_before_it_is_read(small_v3: Path, monkeypatch):
+    assert EngineConfig(model="any").async_depth == 1
+    orders = {}
+    for depth in (0, 1):
+        seen = orders[depth] = []
+        launch, finish = Worker._launch, Worker._finish
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "_launch", lambda *a, f=launch, s=seen: (s.append(f"launch {a[2].step}"), f(*a))[1])
+            patch.setattr(
+                Worker, "_finish", lambda *a, f=finish, s=seen: (s.append(f"read {a[1].plan.step}"), f(*a))[1]
+            )
+            with Engine(engine_config(small_v3, Settings(async_depth=depth))) as engine:
+                engine.generate([[5, 6]], replace(GREEDY, max_tokens=3))
+    assert orders[0] == ["launch 0", "read 0", "launch 1", "read 1", "launch 2", "read 2"]
+    assert orders[1] == ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "read 2"]
+
+
+def test_the_plan_is_announced_before_anything_is_read_or_allocated(small_v3: Path, monkeypatch: pytest.MonkeyPatch):
+    order = []
+    for name in ("load_shared", "load_banks", "LatentCache", "TokenTable"):
+        plain = getattr(runtime.assembly, name)
+        noted = lambda *a, f=plain, n=name, **k: (order.append(n), f(*a, **k))[1]  # noqa: E731
+        monkeypatch.setattr(runtime.assembly, name, noted)
+    Engine(engine_config(small_v3, Settings()), on_plan=lambda plan: order.append("plan")).close()
+    assert order[0] == "plan"
+    assert set(order) == {"plan", "load_shared", "load_banks", "LatentCache", "TokenTable"}
+
+
+def test_a_paused_engine_has_nothing_in_flight_and_goes_on_where_it_was(small_v3: Path):
+    with Engine(engine_config(small_v3, Settings(ranks=2, async_depth=1))) as engine:
+        [truth] = engine.generate([[5, 6]], replace(GREEDY, max_tokens=20))
+        engine.submit([5, 6], replace(GREEDY, max_tokens=20), request_id="again")
+        tokens: list[int] = []
+        for event in engine.events():
+            tokens += event.token_ids
+            if len(tokens) == 4:
+                engine.pause()
+                engine.pause()
+        assert 4 <= len(tokens) < 20
+        assert all(not worker.in_flight for worker in engine._ranks.workers)
+        assert list(engine.events()) == []
+        engine.resume()
+        engine.resume()
+        for event in engine.events():
+            tokens += event.token_ids
+    assert tokens == truth.token_ids
+
+
+def test_a_draining_engine_finishes_what_it_has_and_takes_nothing_new(small_v3: Path):
+    with Engine(engine_config(small_v3, Settings(ranks=2))) as engine:
+        engine.submit([5, 6], GREEDY)
+        engine.drain()
+        engine.drain()
+        with pytest.raises(SerriedError, match="drains"):
+            engine.submit([5, 6], GREEDY)
+        [output] = engine.run()
+    assert output.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("ranks", [17, 65, 1000])
+def test_more_ranks_than_experts_are_refused_with_the_number_that_would_do(small_v3: Path, ranks: int):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  # the whole message is compared
+        Engine(engine_config(small_v3, Settings(ranks=ranks)))
+    assert str(caught.value) == (
+        f"num_ranks {ranks} must be from 1 to 16: each rank holds at least one of the 16 routed experts, so 16 would do"
+    )
 
 
 def test_a_dense_model_decodes_on_one_rank_and_on_two(tmp_path: Path):

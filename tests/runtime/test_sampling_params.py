@@ -208,3 +208,9 @@ def test_token_ids_outside_the_vocabulary_are_refused() -> None:
         SamplingParams(stop_token_ids=(3, 100)).check_vocab(100)
     with pytest.raises(RequestError, match=rf"^logit_bias = 100: {rule}$"):
         SamplingParams(logit_bias={3: 1.0, 100: 1.0}).check_vocab(100)
+
+
+@pytest.mark.parametrize(("field", "words"), [("stop", "stop strings are not built"), ("n", "several answers")])
+def test_what_other_engines_have_and_this_one_has_not_is_said_in_words(field: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        SamplingParams.from_dict({field: 2})

@@ -564,10 +564,16 @@ def test_id_in_use_is_refused_and_free_again_after_the_end() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0; it must be at least 1, e.g. 8192"),
-        ({"max_num_seqs": 0}, "max_num_seqs is 0; it must be at least 1, e.g. 256"),
-        ({"max_model_len": 1}, "max_model_len is 1; it must be at least 2, e.g. 4096"),
-        ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold is -1; it must be at least 0, e.g. 0"),
+        (
+            {"max_num_batched_tokens": 0},
+            "max_num_batched_tokens is 0; it must be a whole number of at least 1, e.g. 8192",
+        ),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0; it must be a whole number of at least 1, e.g. 256"),
+        ({"max_model_len": 1}, "max_model_len is 1; it must be a whole number of at least 2, e.g. 4096"),
+        (
+            {"long_prefill_token_threshold": -1},
+            "long_prefill_token_threshold is -1; it must be a whole number of at least 0, e.g. 0",
+        ),
         ({"scheduling_policy": "lifo"}, "scheduling_policy is 'lifo'; it must be one of fcfs, priority, e.g. fcfs"),
     ],
 )

@@ -1,0 +1,95 @@
+"""Ranks that are threads of this process and take turns: the group for tests, for one rank, and for a first look.
+
+Between waves no thread runs. Knows the thread transport and the workers; does not know requests.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+
+from ep import ThreadGroup, Transport
+
+from .assembly import OnPlan, Parts, Seat, assemble
+from .config import EngineConfig
+from .outputs import News
+from .progress import OnProgress
+from .ranks import GroupFacts, Item, Tray, Wave
+from .recorder import Unwatched
+from .scheduler import Drafter
+from .settling import settle
+from .telemetry import RankStats
+from .thread_control import ThreadControl
+from .worker import Worker
+
+Said = queue.SimpleQueue[tuple[int, Sequence[News] | None]]
+
+
+class ThreadRanks:
+    """`config.ranks` workers on one ThreadGroup; see `ranks.Ranks`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        drafter: Drafter | None,
+        on_plan: OnPlan | None,
+        on_progress: OnProgress | None,
+    ) -> None:
+        settled = settle(config)
+        self._said: Said = queue.SimpleQueue()
+        said = self._said  # the workers know the queue, not this object: no cycle keeps their memory alive
+        self._trays = tuple(Tray() for _ in range(config.ranks))
+        self._group: ThreadGroup[None] = ThreadGroup(config.ranks)
+        self._parts: Parts = assemble(
+            settled,
+            seats=[
+                _seat(transport, tray, said)
+                for transport, tray in zip(self._group.transports, self._trays, strict=True)
+            ],
+            drafter=drafter,
+            on_plan=on_plan,
+            on_progress=on_progress,
+        )
+        self.facts = GroupFacts(
+            model=self._parts.model,
+            plan=self._parts.plan,
+            capacities=tuple(worker.scheduler.capacity for worker in self._parts.workers),
+            notes=self._parts.notes,
+        )
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """The ranks; to be looked at between waves only."""
+        return self._parts.workers
+
+    def send(self, rank: int, item: Item) -> None:
+        """For the protocol see `ranks.Ranks`."""
+        self._trays[rank].put(item)
+
+    def wave(self) -> Wave:
+        """For the protocol see `ranks.Ranks`."""
+        self._group.start(self._run_rank)
+        return Wave(len(self.workers), hear=self._said.get, end=self._group.join)
+
+    def stats(self) -> tuple[RankStats, ...]:
+        """For the protocol see `ranks.Ranks`."""
+        return tuple(worker.stats() for worker in self.workers)
+
+    def close(self, cause: BaseException) -> None:
+        """For the protocol see `ranks.Ranks`."""
+        self._group.stop(cause)
+        self._group.wait_for_end()
+
+    def _run_rank(self, transport: Transport) -> None:
+        try:
+            self.workers[transport.rank].run_wave()
+        finally:
+            self._said.put((transport.rank, None))
+
+
+def _seat(transport: Transport, tray: Tray, said: Said) -> Seat:
+    def emit(items: Sequence[News]) -> None:
+        said.put((transport.rank, items))
+
+    return Seat(transport=transport, control=ThreadControl(transport), recorder=Unwatched(), emit=emit, inbox=tray)

@@ -1,0 +1,52 @@
+"""What a step asks the sampler for, and what it reads back."""
+
+import torch
+
+from runtime.request import Request
+from runtime.rows import FAILED_TOKEN, Row, SampledRow
+from runtime.sampler import Sampled
+from runtime.samples import TokenLogprob, read_rows, sample_rows
+from runtime.sampling_params import SamplingParams
+
+
+def request(name: str, **changes: object) -> Request:
+    fields = {"id": name, "prompt": (5, 6, 7), "params": SamplingParams(logprobs=1), "arrival": 0, "seed": 11}
+    made = Request(**(fields | changes))
+    made.slot = 3
+    return made
+
+
+def test_everything_that_a_choice_depends_on_is_handed_to_the_sampler():
+    row = Row(request("a", choice_index=2, stop_ids=frozenset({9})), 2, 1, 0, True)
+    [sample] = sample_rows([row])
+    assert (sample.seed, sample.choice_index, sample.slot, sample.position, sample.prompt_len) == (11, 2, 3, 3, 3)
+    assert sample.stop_ids == {9}
+
+
+def test_a_row_with_drafts_samples_one_position_more_than_it_has_drafts():
+    drafted, cut, plain = (
+        Row(request("a"), 4, 3, 2, True),
+        Row(request("b"), 0, 2, 0, False),
+        Row(request("c"), 2, 1, 0, True),
+    )
+    assert [sample.position for sample in sample_rows([drafted, cut, plain])] == [5, 6, 7, 3]
+
+
+def test_each_row_reads_its_own_samples_and_a_failed_one_says_so():
+    rows = [Row(request("a"), 4, 2, 1, True), Row(request("b"), 0, 2, 0, False), Row(request("c"), 2, 1, 0, True)]
+    sampled = Sampled(
+        token_B=torch.tensor([8, 9, 0]),
+        ok_B=torch.tensor([True, True, False]),
+        logprob_B=torch.tensor([-1.0, -2.0, -3.0]),
+        top_ids_BK=torch.tensor([[8, 1], [4, 1], [-1, -1]]),
+        top_logprobs_BK=torch.tensor([[-1.0, -5.0], [-0.5, -5.0], [-9.0, -9.0]]),
+    )
+    first, none, failed = read_rows(rows, sampled)
+    assert first == SampledRow([8, 9], [TokenLogprob(8, -1.0, {8: -1.0}), TokenLogprob(9, -2.0, {4: -0.5})])
+    assert none is None
+    assert failed is not None
+    assert failed.token_ids == [FAILED_TOKEN]
+
+
+def test_a_step_that_samples_nothing_is_read_as_nothing():
+    assert read_rows([Row(request("a"), 0, 2, 0, False)], None) == [None]
