@@ -47,11 +47,12 @@ def error_line(failed: int, total: int) -> str:
     )
 
 
-COLUMNS = ("rank", "requests", "out", "computed", "steps", "idle", "preempted", "hits", "pages", "level")
+COLUMNS = ("rank", "requests", "out", "computed", "steps", "idle", "preempted", "hits", "pages", "level", "slow")
 LEGEND = """\
 out: tokens that reached requests; computed: through the layers, prompts too
 idle: steps without a token; hits: prompt tokens found in the prefix cache
-level: mean over max of what this rank sent to each rank's experts; 1.00 is even"""
+level: mean over max of what this rank sent to each rank's experts; 1.00 is even
+slow: steps in which the others waited for it without cause; DEGRADED ranks get no new requests"""
 
 
 def rank_table(stats: EngineStats) -> Table:
@@ -76,4 +77,5 @@ def _cells(rank: RankStats) -> list[str]:
         str(rank.prefix_hits),
         str(rank.num_pages),
         f"{rank.expert_balance:.2f}",
+        f"{rank.slow_steps} DEGRADED" if rank.degraded else str(rank.slow_steps),
     ]

@@ -56,6 +56,8 @@ class MoeOutput(NamedTuple):
     """Routed plus shared experts, in x's dtype; the residual is not added. A padded row: the shared expert's alone."""
     counts_E: Tensor
     """int64 pairs that this rank's tokens sent to each expert; the sum is (tokens not padded) x top_k."""
+    num_pairs: int
+    """Pairs that this rank's own experts computed, wherever their tokens came from."""
 
 
 class MoeLayer:
@@ -88,6 +90,7 @@ class MoeLayer:
         slots_TK = choose_slots(experts_TK, self._table, rank=self._rank, positions_T=positions_T)
         shared_TD = counts_E = None
         parts: list[Tensor] = []
+        num_pairs = 0
         for index, part in enumerate(self._exchange.round_slices(x_TD.shape[0], bucket)):
             tag = Tag(step=step, layer=layer, track=track, round=index, kind=Kind.DISPATCH)
             on_the_way = self._exchange.dispatch(x_TD[part], slots_TK[part], routing.weights_TK[part], tag=tag)
@@ -95,11 +98,12 @@ class MoeLayer:
                 counts_E = count_experts(experts_TK, self._config.num_experts)
                 shared_TD = self._weights.shared(x_TD) if self._weights.shared else None
             arrivals = yield on_the_way
+            num_pairs += arrivals.rows_M.shape[0]
             y_MD = self._weights.bank.apply(arrivals.x_ND, arrivals.rows_M, arrivals.slots_M)
             parts.append((yield self._exchange.combine(y_MD, arrivals, tag=tag._replace(kind=Kind.COMBINE))))
         assert counts_E is not None, "an exchange has at least one round"
         out_TD = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return MoeOutput(out_TD if shared_TD is None else out_TD + shared_TD, counts_E)
+        return MoeOutput(out_TD if shared_TD is None else out_TD + shared_TD, counts_E, num_pairs)
 
 
 def mlp_shapes(hidden_size: int, intermediate_size: int) -> Shapes:

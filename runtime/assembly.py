@@ -28,7 +28,7 @@ from .memory import MemoryPlan
 from .model_config import ModelConfig
 from .node_loading import LoadedRank, load_rank
 from .node_share import NodePeers
-from .outputs import News
+from .outputs import News, Note
 from .pages import PagePool
 from .prefix import PrefixCache
 from .progress import OnProgress, counted
@@ -40,6 +40,7 @@ from .roofline import CostShape, RooflineOperations
 from .scheduler import Drafter, Scheduler
 from .settling import Settled
 from .startup import LoadReport
+from .straggler import StragglerState
 from .weights import DecoderWeights, bytes_to_read, held_tensors, load_banks, load_shared, verify_held
 from .worker import Worker
 
@@ -67,6 +68,7 @@ class Seat:
     control: Control
     recorder: Recorder
     emit: Callable[[Sequence[News]], None]
+    notify: Callable[[Note], None]
     inbox: Inbox
 
 
@@ -187,11 +189,13 @@ def _worker(
         control=seat.control,
         recorder=seat.recorder,
         state=HeartbeatState.start(config.cadence, budget=budget),
+        stragglers=StragglerState(config=config.straggler),
         async_depth=config.async_depth,
         config_hash=config.digest(model),
         load=ExpertLoad(len(model.moe_layers), model.moe.num_experts if model.moe else 0, device=settled.device),
         placement=settled.placement,
         emit=seat.emit,
+        notify=seat.notify,
         inbox=seat.inbox,
     )
 

@@ -17,6 +17,7 @@ from ep import ExchangeConfig
 from .cadence import CadenceConfig
 from .routing import RoutingConfig
 from .scheduler import SchedulerConfig
+from .straggler import StragglerConfig
 
 DTypeName = Literal["auto", "bfloat16", "float16", "float32", "float64"]
 DTYPES = {
@@ -87,6 +88,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cadence: CadenceConfig = field(default_factory=CadenceConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
+    straggler: StragglerConfig = field(default_factory=StragglerConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
 
     def __post_init__(self) -> None:

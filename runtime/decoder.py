@@ -44,10 +44,16 @@ class TrackInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderOutput:
-    """logits_BV in float32 or wider; counts_LE int64: tokens routed to each expert, one row per MoE layer."""
+    """What a step leaves behind.
+
+    logits_BV   in float32 or wider
+    counts_LE   int64: this rank's tokens routed to each expert, one row per MoE layer
+    num_pairs   (token, expert) pairs that this rank's own experts computed, all layers together
+    """
 
     logits_BV: Tensor
     counts_LE: Tensor
+    num_pairs: int = 0
 
 
 class Decoder:
@@ -87,6 +93,7 @@ class Decoder:
         x_TD = self.weights.embed_VD[batch.tokens_T]
         rotation = angles(self.model.mla.rope, self.model.mla.qk_rope_head_dim, batch.view.positions_T, self.dtype)
         counts = []
+        num_pairs = 0
         for index, layer in enumerate(self.weights.layers):
             x_TD = x_TD + self._attention(x_TD, layer, index, batch, rotation)
             h_TD = rms_norm(x_TD, layer.post_norm_D, self.model.rms_norm_eps)
@@ -103,10 +110,11 @@ class Decoder:
             )
             x_TD = x_TD + out.out_TD
             counts.append(out.counts_E)
+            num_pairs += out.num_pairs
         logits_BV = self._logits(x_TD[batch.logit_rows_B])
         experts = self.model.moe.num_experts if self.model.moe is not None else 0
         counts_LE = torch.stack(counts) if counts else torch.zeros(0, experts, dtype=torch.int64)
-        return DecoderOutput(logits_BV=logits_BV, counts_LE=counts_LE)
+        return DecoderOutput(logits_BV=logits_BV, counts_LE=counts_LE, num_pairs=num_pairs)
 
     def _attention(
         self, x_TD: Tensor, layer: LayerWeights, index: int, batch: TrackInput, rotation: Rotation

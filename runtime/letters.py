@@ -17,7 +17,7 @@ import msgspec
 from ep import SerriedError
 
 from .frames import Link
-from .outputs import News
+from .outputs import News, Note
 from .ranks import Abort, Admit, Item, Wish
 from .request import Request
 from .sampling_params import SamplingParams
@@ -83,13 +83,19 @@ class NewsLetter(msgspec.Struct, tag="news", frozen=True):
     items: tuple[News, ...]
 
 
+class NoteLetter(msgspec.Struct, tag="note", frozen=True):
+    """Something about the group."""
+
+    note: Note
+
+
 class WaveEndLetter(msgspec.Struct, tag="wave-end", frozen=True):
     """The rank has left the wave."""
 
     stats: RankStats
 
 
-ToFront = ReadyLetter | NewsLetter | WaveEndLetter
+ToFront = ReadyLetter | NewsLetter | NoteLetter | WaveEndLetter
 
 _encode = msgspec.msgpack.Encoder().encode
 _to_rank = msgspec.msgpack.Decoder(ToRank)

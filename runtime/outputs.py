@@ -51,3 +51,11 @@ class News:
     finish_reason: FinishReason | None
     num_cached: int
     num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What a rank says of the group: a line for the log, and ranks that get no new requests from now on."""
+
+    text: str
+    degraded: tuple[int, ...] = ()

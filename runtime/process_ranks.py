@@ -23,6 +23,7 @@ from .letters import (
     EndLetter,
     LetterReader,
     NewsLetter,
+    NoteLetter,
     ReadyLetter,
     ToFront,
     ToRank,
@@ -32,7 +33,7 @@ from .letters import (
     send_letter,
 )
 from .mailbox import LocalMailbox
-from .outputs import News
+from .outputs import News, Note
 from .ranks import GroupFacts, Item, Wave
 from .telemetry import RankStats
 
@@ -108,10 +109,12 @@ class ProcessRanks:
             self._post(rank, WaveLetter())
         return Wave(self.size, hear=self._hear_wave, end=lambda: None)
 
-    def _hear_wave(self) -> tuple[int, Sequence[News] | None]:
+    def _hear_wave(self) -> tuple[int, Sequence[News | Note] | None]:
         rank, letter = self._hear()
         if isinstance(letter, NewsLetter):
             return rank, letter.items
+        if isinstance(letter, NoteLetter):
+            return rank, [letter.note]
         if isinstance(letter, WaveEndLetter):
             self._stats[rank] = letter.stats
             return rank, None

@@ -6,11 +6,11 @@ mailbox; does not know where the front is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from .letters import EndLetter, NewsLetter, ReadyLetter, WaveEndLetter, WaveLetter, item_of
+from .letters import EndLetter, NewsLetter, NoteLetter, ReadyLetter, WaveEndLetter, WaveLetter, item_of
 from .mailbox import Mailbox
-from .outputs import News
+from .outputs import News, Note
 from .ranks import Item, Tray
 from .recorder import Recorder
 from .verdict import Phase
@@ -36,6 +36,11 @@ class RankInbox:
 def speaker(mailbox: Mailbox) -> _Speaker:
     """What a worker's `emit` is to be."""
     return _Speaker(mailbox)
+
+
+def notifier(mailbox: Mailbox) -> Callable[[Note], None]:
+    """What a worker's `notify` is to be."""
+    return lambda note: mailbox.say(NoteLetter(note))
 
 
 class _Speaker:

@@ -1,7 +1,7 @@
 """The ranks of an engine as the engine sees them, wherever they run.
 
-The engine hands items to single ranks and sets all of them off on a wave; what a rank says comes back as News. Knows
-values only: not threads, not processes, not how a step works.
+The engine hands items to single ranks and sets all of them off on a wave; what a rank says comes back as News and
+Notes. Knows values only: not threads, not processes, not how a step works.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol, Self
 from .admission import Capacity
 from .memory import MemoryPlan
 from .model_config import ModelConfig
-from .outputs import News
+from .outputs import News, Note
 from .request import Request
 from .telemetry import RankStats
 
@@ -87,22 +87,22 @@ class Wave:
 
     An interrupted wait (Ctrl-C) does not end it, as it would end a generator: asking again goes on where it was.
 
-    hear   waits for the next word: a rank and its News, or None in their place when it has left
+    hear   waits for the next word: a rank and its News or Notes, or None in their place when it has left
     end    called once, when all have left; may raise
     """
 
     def __init__(
-        self, size: int, *, hear: Callable[[], tuple[int, Sequence[News] | None]], end: Callable[[], object]
+        self, size: int, *, hear: Callable[[], tuple[int, Sequence[News | Note] | None]], end: Callable[[], object]
     ) -> None:
         self._running = size
         self._hear = hear
         self._end = end
-        self._heard: deque[tuple[int, News]] = deque()
+        self._heard: deque[tuple[int, News | Note]] = deque()
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> tuple[int, News]:
+    def __next__(self) -> tuple[int, News | Note]:
         while not self._heard:
             if not self._running:
                 raise StopIteration
@@ -126,7 +126,7 @@ class Ranks(Protocol):
         """Leave an item for a rank, which looks at it before its next step. From any thread."""
         ...
 
-    def wave(self) -> Iterator[tuple[int, News]]:
+    def wave(self) -> Iterator[tuple[int, News | Note]]:
         """Run all ranks until they are idle or paused: who says what. Raises the first cause of a failure."""
         ...
 

@@ -36,6 +36,10 @@ class Recorder(Protocol):
         """The wait is over; the phase goes on."""
         ...
 
+    def predict(self, seconds: float) -> None:
+        """The step that begins should take so long."""
+        ...
+
 
 class Unwatched:
     """Nobody reads it; it only measures."""
@@ -55,6 +59,9 @@ class Unwatched:
             self.waited_ns += time.monotonic_ns() - self._since_ns
             self._since_ns = 0
 
+    def predict(self, seconds: float) -> None:
+        """Nobody waits for it."""
+
 
 class Watched(Unwatched):
     """Stamps on a board as well."""
@@ -70,6 +77,9 @@ class Watched(Unwatched):
     def wait(self) -> None:
         super().wait()
         self._board.wait()
+
+    def predict(self, seconds: float) -> None:
+        self._board.predicted_s = seconds
 
 
 _PHASES = {Kind.COMBINE: Phase.COMBINE, Kind.MIGRATE: Phase.MIGRATE}

@@ -57,6 +57,10 @@ class RankStats:
     free_pages: int
     running: int
     waiting: int
+    slow_steps: int
+    """Steps in which this rank took much longer than others would for its work (see `straggler`)."""
+    degraded: bool
+    """It was named a straggler and drained: it gets no new requests."""
     expert_balance: float
     """Mean over max of the tokens routed to each expert rank, all layers together; 1.0 = level, or nothing counted."""
 

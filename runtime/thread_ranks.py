@@ -12,7 +12,7 @@ from ep import ThreadGroup, Transport
 
 from .assembly import OnPlan, Parts, Seat, assemble
 from .config import EngineConfig
-from .outputs import News
+from .outputs import News, Note
 from .progress import OnProgress
 from .ranks import GroupFacts, Item, Tray, Wave
 from .recorder import Unwatched
@@ -22,7 +22,7 @@ from .telemetry import RankStats
 from .thread_control import ThreadControl
 from .worker import Worker
 
-Said = queue.SimpleQueue[tuple[int, Sequence[News] | None]]
+Said = queue.SimpleQueue[tuple[int, Sequence[News | Note] | None]]
 
 
 class ThreadRanks:
@@ -92,4 +92,14 @@ def _seat(transport: Transport, tray: Tray, said: Said) -> Seat:
     def emit(items: Sequence[News]) -> None:
         said.put((transport.rank, items))
 
-    return Seat(transport=transport, control=ThreadControl(transport), recorder=Unwatched(), emit=emit, inbox=tray)
+    def notify(note: Note) -> None:
+        said.put((transport.rank, [note]))
+
+    return Seat(
+        transport=transport,
+        control=ThreadControl(transport),
+        recorder=Unwatched(),
+        emit=emit,
+        notify=notify,
+        inbox=tray,
+    )

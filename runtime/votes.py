@@ -34,6 +34,7 @@ class Vote(NamedTuple):
     pause                    wish: launch nothing
     drain                    wish: take no new request, finish those that are here
     compute_us               time of the last step that this rank spent on its own work
+    expert_pairs             (token, expert) pairs that this rank's experts computed in that step, all layers together
     error                    0, or the number of an error that keeps this rank from going on
     """
 
@@ -56,6 +57,7 @@ class Vote(NamedTuple):
     pause: int = 0
     drain: int = 0
     compute_us: int = 0
+    expert_pairs: int = 0
     error: int = 0
 
     def row(self) -> list[int]:

@@ -28,7 +28,8 @@ from .batch import StepBatch, TokenTable
 from .control import Control
 from .decoder import Decoder, TrackInput
 from .heartbeat import HeartbeatState, StepPlan, decide
-from .outputs import News
+from .outputs import News, Note
+from .pace import Pace
 from .pages import PagePool
 from .prefix import PrefixCache
 from .ranks import Admit, Inbox, Wish
@@ -37,6 +38,7 @@ from .rows import Proposal, Row, Update
 from .sampler import Sampled, SamplerBatch, sample
 from .samples import read_rows, sample_rows
 from .scheduler import Scheduler
+from .straggler import Finding, StragglerState, watch
 from .telemetry import RankStats, StepCounters
 from .verdict import Phase
 from .votes import PrefillWatch, Vote
@@ -52,8 +54,15 @@ class Launched:
     counts_LE: Tensor
 
 
+class Straggling(SerriedError):
+    """This rank keeps the others waiting, and the group was told to end for it (--straggler-action abort)."""
+
+
 class Worker:
-    """A rank. `inbox` is emptied before each step; `emit` gets the News of each, in the rank's own thread."""
+    """A rank. `inbox` is emptied before each step; `emit` gets the News of each, in the rank's own thread.
+
+    `notify` gets what concerns the whole group; all ranks find the same, so only rank 0 says it.
+    """
 
     def __init__(
         self,
@@ -67,11 +76,13 @@ class Worker:
         control: Control,
         recorder: Recorder,
         state: HeartbeatState,
+        stragglers: StragglerState,
         async_depth: int,
         config_hash: int,
         load: ExpertLoad,
         placement: ExpertPlacement | None,
         emit: Callable[[Sequence[News]], None],
+        notify: Callable[[Note], None],
         inbox: Inbox,
     ) -> None:
         self.decoder = decoder
@@ -83,14 +94,18 @@ class Worker:
         self.control = control
         self.recorder = recorder
         self.state = state
+        self.stragglers = stragglers
         self.watch = PrefillWatch()
+        self.pace = Pace()
         self.wish = Wish()
         self.compute_us = 0
+        self.expert_pairs = 0
         self.async_depth = async_depth
         self.config_hash = config_hash
         self.load = load
         self.placement = placement
         self.emit = emit
+        self.notify = notify
         self.inbox = inbox
         self.in_flight: deque[Launched] = deque()
         self.counters = StepCounters()
@@ -113,12 +128,19 @@ class Worker:
             self._read_down_to(0)
             return False
         if plan.bucket:
-            self.recorder.stamp(Phase.COMMIT, plan.step)
-            rows = self.scheduler.commit(proposal, prefill_allowed=plan.prefill_allowed)
-            self.watch.committed(rows)
-            self.in_flight.append(self._launch(rows, plan))
+            self._run(proposal, plan)
         self._read_down_to(self.async_depth if plan.bucket else 0)
         return True
+
+    def _run(self, proposal: Proposal, plan: StepPlan) -> None:
+        """Commit to the plan's share of the proposal and launch it."""
+        begin = time.monotonic()
+        self.recorder.predict(self.pace.predict(plan.bucket))
+        self.recorder.stamp(Phase.COMMIT, plan.step)
+        rows = self.scheduler.commit(proposal, prefill_allowed=plan.prefill_allowed)
+        self.watch.committed(rows)
+        self.in_flight.append(self._launch(rows, plan))
+        self.pace.took(plan.bucket, time.monotonic() - begin)
 
     def _check(self, plan: StepPlan) -> None:
         """Raise where the plan says that the group cannot go on."""
@@ -149,6 +171,8 @@ class Worker:
             free_pages=self.pool.num_free,
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
+            slow_steps=self.stragglers.slow_steps_of(self.transport.rank),
+            degraded=self.transport.rank in self.stragglers.degraded,
             expert_balance=self._expert_balance(),
         )
 
@@ -176,7 +200,20 @@ class Worker:
         self.recorder.go_on()
         self.sequence += 1
         plan, self.state = decide(votes, self.state)
+        findings, self.stragglers = watch(votes, plan, self.stragglers)
+        for finding in findings:
+            self._heed(finding, step=plan.step)
         return plan
+
+    def _heed(self, finding: Finding, *, step: int) -> None:
+        """Say it, or end by it: on every rank, in the same step."""
+        rank = self.transport.rank
+        if finding.slow and finding.action == "abort":
+            if rank == finding.rank:
+                raise Straggling(str(finding), rank=rank, step=step)
+            raise PeerFailed(finding.rank, f"is given up: {finding}", rank=rank, step=step)
+        if rank == 0:
+            self.notify(Note(text=f"{finding} [step {step}]", degraded=self.stragglers.degraded))
 
     def _vote(self, proposal: Proposal) -> Vote:
         scheduler = self.scheduler
@@ -197,6 +234,7 @@ class Worker:
             pause=int(self.wish.pause),
             drain=int(self.wish.drain),
             compute_us=self.compute_us,
+            expert_pairs=self.expert_pairs,
             **self.watch.vote(proposal, spare_tokens=spare, now_ns=time.monotonic_ns())._asdict(),
         )
 
@@ -219,6 +257,7 @@ class Worker:
         self.recorder.stamp(Phase.SAMPLE, plan.step)
         sampled = self._sample(out.logits_BV, batch) if len(batch.logit_rows_B) else None
         self.compute_us = self._own_us(*begin)
+        self.expert_pairs = out.num_pairs
         self.counters.launched(rows)
         return Launched(plan=plan, batch=batch, sampled=sampled, counts_LE=out.counts_LE)
 

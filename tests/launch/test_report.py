@@ -3,7 +3,8 @@ import io
 import pytest
 from rich.console import Console
 
-from launch.report import LONG_LOAD, error_line, loading_bar
+from launch.report import LONG_LOAD, error_line, loading_bar, rank_table
+from runtime import EngineStats, RankStats
 
 
 @pytest.mark.parametrize(
@@ -36,3 +37,17 @@ def test_how_many_requests_ended_in_an_error_and_what_that_means_is_one_sentence
     )
     assert error_line(2, 3) == f"2 of 3 requests {meaning}"
     assert error_line(1, 1) == f"1 of 1 request {meaning}"
+
+
+def test_the_table_marks_a_rank_that_gets_no_new_requests():
+    counts = dict.fromkeys(
+        ["steps", "idle_steps", "computed_tokens", "generated_tokens", "finished", "preemptions", "prefix_queries",
+         "prefix_hits", "num_pages", "free_pages", "running", "waiting"], 0
+    )  # fmt: skip
+    ranks = [
+        RankStats(rank=rank, slow_steps=7 * rank, degraded=rank == 1, expert_balance=1.0, **counts) for rank in range(2)
+    ]
+    said = io.StringIO()
+    Console(file=said, width=100).print(rank_table(EngineStats(ranks=tuple(ranks))))
+    rows = [line.split() for line in said.getvalue().splitlines() if line.strip()[:1].isdigit()]
+    assert [row[10:] for row in rows] == [["0"], ["7", "DEGRADED"]]
