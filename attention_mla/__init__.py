@@ -1,11 +1,12 @@
 """Multi-head latent attention over a paged latent cache."""
 
-from .cache import LatentCache, PagedView, Span, Tiling, bytes_per_token
+from .cache import LatentCache, bytes_per_token
 from .config import MlaConfig, RopeConfig, YarnScaling
 from .layer import attend, core, project
 from .norm import rms_norm, wide
 from .reference import Partial, Queries, absorbed_attention, merge, naive_attention
 from .rope import Rotation, angles, rotate
+from .view import PagedView, Span, Tiling
 from .weights import MlaWeights, mla_shapes
 
 __all__ = [

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .cache import LatentCache, PagedView
+from .cache import LatentCache
 from .config import MlaConfig
 from .norm import rms_norm
 from .reference import Queries, absorbed_attention, naive_attention
 from .rope import Rotation, rotate
+from .view import PagedView
 from .weights import MlaWeights
 
 __all__ = ["attend", "core", "project"]

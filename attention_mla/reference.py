@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .cache import DecodeRows, Prompt
 from .norm import wide
+from .view import DecodeRows, Prompt
 from .weights import MlaWeights
 
 __all__ = ["Partial", "Queries", "absorbed_attention", "merge", "naive_attention"]

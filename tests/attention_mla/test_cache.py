@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attention_mla import LatentCache, PagedView, Span, Tiling, bytes_per_token
-from attention_mla.cache import UNSEEN
+from attention_mla.view import UNSEEN
 
 
 def test_token_bytes_are_those_of_deepseek_v3() -> None:

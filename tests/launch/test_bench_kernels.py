@@ -1,0 +1,60 @@
+"""`serried bench kernels`: what is printed, what is saved, and what is refused before anything is measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch import bench_kernels
+from launch.bench_kernels import DEVICE, rate_table
+from launch.commands import REFUSED, run_command
+from runtime.hardware import read_hardware
+from runtime.kernel_bench import Rate, Sizes
+
+TINY = Sizes(products=(("small", 8, 32, 16),), memory_bytes=1 << 16, rows=(2,), row_bytes=64, sent=4, rounds=3)
+
+
+@pytest.fixture(autouse=True)
+def _tiny_and_threads_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(bench_kernels, "Sizes", lambda: TINY)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_last_line_is_json_and_the_profile_holds_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "my cpu.toml"
+    assert run_command("bench", ["kernels", "--save", str(path)]) == 0
+    question, machine, commit, settings, *_, last = capsys.readouterr().out.splitlines()
+    assert "operations and bytes a second" in question
+    assert machine.startswith("machine   ")
+    assert commit.startswith("commit    ")
+    assert "3 rounds" in settings
+    result = json.loads(last)
+    assert result["hardware"]["name"] == DEVICE
+    assert len(result["works"]) == 5
+    saved = read_hardware(path)
+    assert saved.bf16_flops == pytest.approx(result["hardware"]["bf16_flops"], rel=0.005)
+    assert path.read_text().startswith(f"# Measured by: serried bench kernels --save '{path}'\n# machine   ")
+
+
+def test_a_foreign_file_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "diary.toml"
+    path.write_text("dear diary")
+    monkeypatch.setattr(bench_kernels, "measure_kernels", None)
+    assert run_command("bench", ["kernels", "--save", str(path)]) == REFUSED
+    assert "exists and is no hardware profile" in capsys.readouterr().err
+    assert path.read_text() == "dear diary"
+
+
+def test_the_table_has_a_line_for_each_piece_of_work():
+    rate = Rate(name="copy", unit="B/s", peak="memory_bytes_per_s", per_s=24.46e9, spread=0.042, rounds=3)
+    cells = [list(column.cells) for column in rate_table([rate, replace(rate, peak="")]).columns]
+    assert cells == [["copy"] * 2, ["24.5 GB/s"] * 2, ["4.2%"] * 2, ["memory_bytes_per_s", ""]]
