@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TextIO
 
-from runtime import TokenEvent, TokenLogprob
+from runtime import FinishReason, TokenEvent, TokenLogprob
 
 from .prompts import Prompt
 from .text import TextCodec, TextStream
@@ -44,6 +44,12 @@ class Answer:
             self.finish_reason = str(event.finish_reason)
             if self.stream is not None:
                 self.text += self.stream.finish()
+
+    def fail(self) -> None:
+        """Nothing more will come: an answer that is not complete ends here."""
+        if self.finish_reason is None:
+            self.rank = self.rank or 0
+            self.finish_reason = str(FinishReason.ERROR)
 
     def record(self) -> dict[str, Any]:
         """The answer as one JSON object; `logprobs` only when they were asked for."""

@@ -1,7 +1,7 @@
 """The command `serried`: picks the command, and turns refusals and Ctrl-C into one line and an exit code.
 
     0    done
-    1    it went wrong while running, or what was asked about does not fit (`plan`)
+    1    it went wrong while running, or the answer is no: it does not fit (`plan`), is not certain (`doctor`)
     2    it was asked for wrongly: a flag, a file, a model that cannot be run
     130  Ctrl-C
 
@@ -31,6 +31,8 @@ usage: serried COMMAND ...
 A wide expert-parallel decode engine for DeepSeek-style MLA mixture-of-experts models.
 
 commands:
+  bench      Measure parts of the engine on this machine: bench host, bench kernels.
+  doctor     Say which rank of a failed group stopped first, from the ranks' flight records.
   generate   Decode prompts and print the text.
   plan       Say what a model needs on each rank, and whether it fits, without loading it.
   shard      Write one file for each rank's share of a checkpoint, for fast starts.
@@ -41,10 +43,11 @@ examples:
   serried generate MODEL_FOLDER --prompts requests.jsonl --json > answers.jsonl
   serried plan deepseek-v3 --ranks 32 --gpu h200
   serried simulate --scenario one-long-prefill --prefill-schedule-interval 4
+  serried doctor FLIGHT_FOLDER
 
 `serried COMMAND --help` lists a command's flags.
 """
-COMMANDS = ("generate", "plan", "shard", "simulate")
+COMMANDS = ("bench", "doctor", "generate", "plan", "shard", "simulate")
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 

@@ -17,7 +17,7 @@ import tyro
 
 from ep import SerriedError
 
-from . import generate, plan, shard, simulate
+from . import bench, bench_kernels, doctor, generate, plan, shard, simulate
 from .as_rank import Child
 from .group import Start
 from .refusal import Refusal
@@ -41,6 +41,9 @@ class Command:
 
 
 COMMANDS = {
+    "bench host": Command(flags=bench.HostFlags, run=bench.run, about=bench.ABOUT, starts_ranks=True),
+    "bench kernels": Command(flags=bench_kernels.KernelFlags, run=bench_kernels.run, about=bench_kernels.ABOUT),
+    "doctor": Command(flags=doctor.DoctorFlags, run=doctor.run, about=doctor.ABOUT),
     "generate": Command(flags=generate.GenerateFlags, run=generate.run, about=generate.ABOUT, starts_ranks=True),
     "plan": Command(flags=plan.PlanFlags, run=plan.run, about=plan.ABOUT),
     "shard": Command(flags=shard.ShardFlags, run=shard.run, about=shard.ABOUT),
@@ -50,11 +53,12 @@ COMMANDS = {
 
 def run_command(name: str, words: Sequence[str], child: Child | None = None) -> int:
     """Read the flags of command `name` from `words` and run it; returns the exit code."""
-    command = COMMANDS[name]
     try:
+        name, words = _whole_name(name, words)
+        command = COMMANDS[name]
         flags = parse_flags(command.flags, words, name=name, about=command.about)
         if command.starts_ranks:
-            return command.run(flags, Start(words=[name, *words], child=child))
+            return command.run(flags, Start(words=[*name.split(), *words], child=child))
         return command.run(flags)
     except Refusal as refusal:
         print(f"serried: {refusal}", file=sys.stderr)
@@ -62,6 +66,17 @@ def run_command(name: str, words: Sequence[str], child: Child | None = None) -> 
     except SerriedError as error:
         print(f"serried: {error}", file=sys.stderr)
         return FAILED
+
+
+def _whole_name(name: str, words: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Some commands have two words, `bench host`: the name as in COMMANDS, and the words that are left."""
+    if name in COMMANDS:
+        return name, words
+    whole = " ".join([name, *words[:1]])
+    if whole in COMMANDS:
+        return whole, words[1:]
+    known = [each for each in COMMANDS if each.startswith(f"{name} ")]
+    raise Refusal(f"{whole!r} is not a command; there is {', '.join(known)}, e.g. serried {known[0]} --help")
 
 
 def parse_flags(flags: type[Any], words: Sequence[str], *, name: str, about: str) -> Any:

@@ -17,12 +17,14 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from ep import SerriedError
 from runtime import Engine, EngineConfig, EngineStats, FinishReason, MemoryPlan, SamplingParams
 from runtime.memory import plan_lines
 
 from .answers import Answer, JsonPrinter, Printer, TextPrinter
-from .group import GroupFlags, Start, Telling, engine_of, is_primary
+from .group import Start, Telling, engine_of, is_primary
 from .models import find_model
+from .place import GroupFlags
 from .prompts import Prompt, gather_prompts
 from .refusal import Refusal, refusals
 from .report import LEGEND, error_line, loading_bar, rank_table, speed_line
@@ -164,10 +166,19 @@ def submit(
 
 
 def follow(engine: Engine, answers: Sequence[Answer], printer: Printer) -> float:
-    """Take the engine's events until every answer is complete, printing meanwhile; returns the seconds it took."""
+    """Take the engine's events until every answer is complete, printing meanwhile; returns the seconds it took.
+
+    When a rank fails, what is unfinished ends with what it has and the reason "error".
+    """
     by_id = {answer.prompt.id: answer for answer in answers}
     start = time.perf_counter()
-    for event in engine.events():
-        by_id[event.request_id].take(event)
+    try:
+        for event in engine.events():
+            by_id[event.request_id].take(event)
+            printer.advance()
+    except SerriedError:
+        for answer in answers:  # the group has failed: none of them ends in silence
+            answer.fail()
         printer.advance()
+        raise
     return time.perf_counter() - start

@@ -10,23 +10,22 @@ nothing is.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
-from ep import RequestError, SerriedError
+from ep import SerriedError
 
 from .assembly import OnPlan
 from .config import EngineConfig
+from .intake import Intake
 from .memory import MemoryPlan
 from .model_config import ModelConfig
-from .outputs import News, RequestOutput, TokenEvent
+from .outputs import News, Note, RequestOutput, TokenEvent
 from .placing import FrontDesk
 from .progress import OnProgress
 from .ranks import Abort, Admit, Ranks, Wish
-from .refusals import check_names, check_params, check_prompt, check_rank
-from .request import Request, ending_ids
+from .request import Request
 from .routing import Choice
 from .sampling_params import SamplingParams
 from .scheduler import Drafter
@@ -40,6 +39,7 @@ class Engine:
     drafter       guesses the next tokens of a request (tests, speculative decoding); changes no answer
     on_plan       called with the memory plan before anything is allocated
     on_progress   called while weights are loaded, with bytes done and in all
+    on_notice     called while decoding with a line on the ranks, such as one that is slow
     ranks         ranks that run already (the other arguments are theirs then); None: threads of this process
 
     Raises ValueError for a setting that cannot work, CheckpointError for a checkpoint that is not what it says.
@@ -53,13 +53,15 @@ class Engine:
         drafter: Drafter | None = None,
         on_plan: OnPlan | None = None,
         on_progress: OnProgress | None = None,
+        on_notice: Callable[[str], None] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.config = config
         self._ranks: Ranks = ranks or ThreadRanks(config, drafter=drafter, on_plan=on_plan, on_progress=on_progress)
         self._open: dict[str, RequestOutput] = {}
-        self._seeds = random.Random(config.seed)
-        self._num_made = 0
+        self._intake = Intake(self._ranks.facts, num_ranks=config.ranks, seed=config.seed)
+        self.notices: list[str] = []
+        self._on_notice = on_notice
         self._kept: list[RequestOutput] = []  # answers that nobody has taken yet
         self._desk = FrontDesk(
             self._ranks.facts.capacities,
@@ -70,7 +72,7 @@ class Engine:
         self._failure: BaseException | None = None
         self._paused = False
         self._draining = False
-        self._news: Iterator[tuple[int, News]] | None = None  # the wave that is running
+        self._news: Iterator[tuple[int, News | Note]] | None = None  # the wave that is running
 
     def __enter__(self) -> Self:
         return self
@@ -116,8 +118,9 @@ class Engine:
         `priority` is served first. Raises RequestError (field, value, rule) and queues nothing.
         """
         params = params if params is not None else SamplingParams()
-        request = self._request(prompt_token_ids, params, request_id, priority, cache_salt)
-        self._check_fits(request, rank)
+        request = self._make(
+            prompt_token_ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt, rank=rank
+        )
         return self._queue(request, rank)
 
     def explain(self, request_id: str) -> list[str]:
@@ -160,10 +163,7 @@ class Engine:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"params has {len(each)} entries; it must have one for each of the {len(prompts)} prompts")
-        requests = []
-        for prompt, chosen in zip(prompts, each, strict=True):
-            requests.append(self._request(prompt, chosen, None, 0, ""))
-            self._check_fits(requests[-1], None)
+        requests = [self._make(prompt, chosen) for prompt, chosen in zip(prompts, each, strict=True)]
         others = self._kept + list(self._open.values())  # decode along with these, and wait for `run`
         self._kept = []
         for request in requests:
@@ -203,34 +203,25 @@ class Engine:
         if self._failure is None:
             self._fail(SerriedError("the engine was closed"))
 
-    def _request(
+    def _make(
         self,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
-        request_id: str | None,
-        priority: int,
-        cache_salt: str,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        rank: int | None = None,
     ) -> Request:
+        """A request that can run, queued nowhere yet."""
         self._check_alive()
         if self._draining:
             raise SerriedError("the engine drains: it takes no new request")
-        prompt = check_prompt(prompt_token_ids, self.model.vocab_size)
-        check_params(params, self.model.vocab_size)
-        check_names(request_id=request_id, priority=priority, cache_salt=cache_salt)
-        name = request_id if request_id is not None else f"request-{self._num_made}"
-        if name in self._open:
-            raise RequestError(field="request_id", value=name, rule="is in use; choose another or leave it out")
-        self._num_made += 1
-        return Request(
-            id=name,
-            prompt=prompt,
-            params=params,
-            arrival=self._num_made,
-            priority=priority,
-            cache_salt=cache_salt,
-            seed=params.seed if params.seed is not None else self._seeds.getrandbits(64),
-            stop_ids=ending_ids(params, self.model.eos_token_ids),
+        request = self._intake.make(
+            prompt_token_ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt, taken=self._open
         )
+        self._intake.check_fits(request, rank)
+        return request
 
     def _queue(self, request: Request, rank: int | None) -> str:
         if rank is None:
@@ -247,21 +238,15 @@ class Engine:
         self._ranks.send(rank, Admit(request=request))
         return request.id
 
-    def _check_fits(self, request: Request, rank: int | None) -> None:
-        """Raise RequestError unless the rank that is asked for, or any if none is, can hold the request alone."""
-        if rank is not None:
-            check_rank(rank, self.config.ranks)
-        capacities = self._ranks.facts.capacities
-        largest = max(capacities, key=lambda capacity: capacity.num_pages * capacity.page_size)
-        capacity = largest if rank is None else capacities[rank]
-        capacity.max_len(len(request.prompt), request.params.max_tokens)
-
     def _wave(self) -> Iterator[TokenEvent]:
         """Run the ranks once from idle to idle. A failure of any rank is raised here, as that rank raised it."""
         news = self._news = self._ranks.wave()
         try:
             for rank, item in news:
-                yield self._event(rank, item)
+                if isinstance(item, Note):
+                    self._heed(item)
+                else:
+                    yield self._event(rank, item)
         except (GeneratorExit, KeyboardInterrupt):
             if self._failure is None:  # else nothing runs any more
                 self._abandon(news)
@@ -272,12 +257,21 @@ class Engine:
         finally:
             self._news = None
 
-    def _abandon(self, news: Iterator[tuple[int, News]]) -> None:
+    def _abandon(self, news: Iterator[tuple[int, News | Note]]) -> None:
         """Abort all that is open and let the wave come to its end, so that every page is free again."""
         for request_id in list(self._open):
             self.abort(request_id)
         for rank, item in news:
-            self._event(rank, item)
+            if isinstance(item, News):
+                self._event(rank, item)
+
+    def _heed(self, note: Note) -> None:
+        """Pass on what a rank says of the group, and send nothing new to ranks that are to have nothing new."""
+        for rank in note.degraded:
+            self._desk.drain(rank)
+        self.notices.append(note.text)
+        if self._on_notice is not None:
+            self._on_notice(note.text)
 
     def _event(self, rank: int, news: News) -> TokenEvent:
         """Book what a rank said and turn it into what the caller sees."""

@@ -106,7 +106,9 @@ def _exchange_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
 
 def _device(name: str) -> torch.device:
     if name not in ("cpu", "cuda"):
-        raise ValueError(f"device is {name!r}; it must be cpu or cuda, e.g. cpu")
+        raise ValueError(
+            f"device is {name!r}; it must be cpu or cuda, e.g. cpu; a rank takes the GPU of its local rank"
+        )
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "device is 'cuda', but torch sees no CUDA device; install a CUDA build of torch and a driver, or use cpu"

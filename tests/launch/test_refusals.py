@@ -47,7 +47,8 @@ def test_help_ends_well(capsys):
 
 def test_an_unknown_command_is_refused_by_name(refused):
     assert refused("generte", "m") == (
-        "'generte' is not a command; the commands are generate, plan, simulate, e.g. serried plan --help"
+        "'generte' is not a command; the commands are bench, doctor, generate, plan, shard, simulate, "
+        "e.g. serried plan --help"
     )
 
 

@@ -172,16 +172,22 @@ def test_only_rank_0_may_listen():
         open_control(rank=2, size=4, hub=listener, key=KEY, width=WIDTH)
 
 
+def listening_sockets() -> set[str]:
+    """Inodes of this process's sockets that listen."""
+    tables = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    listening = {f"socket:[{columns[9]}]" for columns in tables if columns[3] == "0A"}
+    own = {path.readlink().name for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    return listening & own
+
+
 def test_no_socket_of_a_star_listens_once_it_stands_and_all_are_on_loopback():
+    before = listening_sockets()  # other tests' stores are not this one's
     def own_sockets(control: SocketControl) -> set[str]:
         links = control._links()
         return {link._socket.getsockname()[0] for link in links} | {link._socket.getpeername()[0] for link in links}
 
     assert run_star(5, own_sockets, group_size=2) == [{"127.0.0.1"}] * 5
-    listening = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    mine = {Path(f"/proc/self/fd/{fd}") for fd in range(3, 64) if Path(f"/proc/self/fd/{fd}").exists()}
-    inodes = {path.readlink().name for path in mine if path.is_symlink()}
-    assert not [line for line in listening if line[3] == "0A" and f"socket:[{line[9]}]" in inodes]
+    assert not listening_sockets() - before
 
 
 def test_the_vote_among_four_processes_takes_microseconds(tmp_path):

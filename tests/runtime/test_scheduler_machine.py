@@ -253,7 +253,7 @@ def test_the_grid_preempts_hits_prefixes_and_rejects_drafts() -> None:
     """The runs above are no use if they never come to what they are for."""
     runs = [wander(setting, seed=1, num_moves=120, crowded=i % 3 > 0) for i, setting in enumerate(GRID)]
     assert sum(run.scheduler.num_preemptions for run in runs) > 50
-    assert sum(run.prefix.num_hit for run in runs) > 300
+    assert sum(run.prefix.num_hit for run in runs) > 200  # at first admissions; what was preempted is not counted
     assert sum(run.num_launched for run in runs) > 3000
     drafted = [row for run in runs for rows in run.trace for row in rows if row[3]]
     assert len(drafted) > 100

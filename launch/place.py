@@ -1,0 +1,206 @@
+"""One rank's place in a group of processes: its pulse, its control plane, its transport, and how it serves from there.
+
+Knows in which order a rank comes to life and how it ends; does not know commands (see `group`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from ep import PeerFailed, Transport
+from ep.conformance import check_transport
+from ep.torch_dist import open_store, open_torch_dist
+from runtime.assembly import OnPlan, Seat, assemble
+from runtime.control import Control
+from runtime.mailbox import Mailbox
+from runtime.node_share import NodePeers
+from runtime.progress import OnProgress
+from runtime.pulse import Pulse
+from runtime.rank_loop import RankInbox, notifier, run_rank, speaker
+from runtime.ranks import GroupFacts
+from runtime.recorder import Watched
+from runtime.settling import Settled
+from runtime.stars import open_control
+from runtime.startup import StartupTimes, process_began
+from runtime.verdict import Verdict
+from runtime.votes import Vote
+
+from .as_rank import Child
+from .meeting import Meeting
+from .rendezvous import RendezvousConfig
+from .world import World
+
+TransportName = Literal["auto", "threads", "gloo", "mpi", "nccl"]
+
+ENDPOINTS = ("control", "pulse", "store", "front")
+LAST_WORDS_S = 0.8
+"""How long the command may take to say what becomes of its requests when the group has failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFlags:
+    """How ranks run and reach each other."""
+
+    transport: TransportName = "auto"
+    """What carries rows between ranks: gloo (CPU), nccl (GPUs), mpi (under mpirun), or threads of this one process.
+    auto: mpi under mpirun on CPUs, else gloo on CPUs and nccl on GPUs; a single rank needs none."""
+
+    flight_dir: Path | None = None
+    """Folder for flight records, which surviving ranks write when one fails; unset: none are written."""
+
+    meeting: tyro.conf.OmitArgPrefixes[RendezvousConfig] = field(default_factory=RendezvousConfig)
+
+
+class Place:
+    """One rank's place in the group: its pulse, its control plane and its transport."""
+
+    def __init__(
+        self,
+        settled: Settled,
+        flags: GroupFlags,
+        world: World,
+        meeting: Meeting,
+        stack: ExitStack,
+        *,
+        child: Child | None,
+    ) -> None:
+        self.settled = settled
+        self.world = world
+        self.times = StartupTimes(began=process_began())
+        self.times.mark("import")
+        self._verdict: Verdict | None = None
+        self._lose: Callable[[BaseException], None] | None = None
+        self._finished = threading.Event()
+        self.pulse = Pulse.start(
+            rank=world.rank,
+            size=world.size,
+            hub=meeting.endpoint("pulse"),
+            key=meeting.key,
+            directory=flags.flight_dir,
+            on_verdict=self._hear_verdict,
+        )
+        if child is not None:
+            child.trust_pulse()
+        self.control: Control = open_control(
+            rank=world.rank,
+            size=world.size,
+            hub=meeting.endpoint("control"),
+            key=meeting.key,
+            width=len(Vote._fields),
+            interface=flags.meeting.interface,
+        )
+        self.transport = stack.enter_context(closing(_open_transport(world, flags, settled, meeting)))
+
+    def serve(
+        self,
+        mailbox: Mailbox,
+        *,
+        on_facts: Callable[[GroupFacts], None] | None,
+        on_plan: OnPlan | None,
+        on_progress: OnProgress | None,
+    ) -> None:
+        """Build this rank and run it to its end. What it raises ends the group, with this rank's name."""
+        try:
+            check_transport(self.transport)
+            recorder, inbox = Watched(self.pulse.board), RankInbox(mailbox)
+            seat = Seat(
+                transport=self.transport,
+                control=self.control,
+                recorder=recorder,
+                emit=speaker(mailbox),
+                notify=notifier(mailbox),
+                inbox=inbox,
+            )
+            self.times.mark("meet")
+            parts = assemble(
+                self.settled,
+                seats=[seat],
+                drafter=None,
+                on_plan=on_plan,
+                on_progress=on_progress,
+                peers=node_peers(self.world, self.control),
+            )
+            self.times.mark("load")
+            if on_facts is not None:
+                told = (*(parts.load.lines() if parts.load else ()), self.times.line())
+                on_facts(GroupFacts(model=parts.model, plan=parts.plan, capacities=(), notes=(*parts.notes, *told)))
+            self.pulse.warm()
+            self.pulse.ready()
+            run_rank(parts.workers[0], mailbox, inbox, recorder, notes=parts.notes)
+        except BaseException as error:  # told to the group, which ends with it
+            self.pulse.fail(error)
+
+    def listen(self, lose: Callable[[BaseException], None]) -> None:
+        """Whom to tell, on rank 0, that the group has failed."""
+        self._lose = lose
+        if self._verdict is not None:
+            self._hear_verdict(self._verdict)
+
+    def finish(self) -> None:
+        """The command has ended. After a failure it waits here for the pulse, which ends the process with one line."""
+        self._finished.set()
+        if self._verdict is not None:
+            threading.Event().wait()
+
+    def _hear_verdict(self, verdict: Verdict) -> None:
+        self._verdict = verdict
+        if self._lose is not None:
+            self._lose(PeerFailed(verdict.culprit, verdict.cause, rank=self.world.rank, step=max(verdict.step, 0)))
+            self._finished.wait(LAST_WORDS_S)
+
+
+def node_peers(world: World, control: Control) -> NodePeers:
+    """The ranks of this node, meeting over the control plane: every node makes the same calls, with numbers that no
+    step has."""
+    numbers = itertools.count(-1, -1)
+    width = len(Vote._fields)
+
+    def gather_all(row: Sequence[int]) -> list[list[int]]:
+        padded = [*row, *[0] * (width - len(row))]
+        return control.gather(padded, sequence=next(numbers)).wait()
+
+    here = node_id()  # launchers number ranks of a node in ways of their own; the kernel knows
+    ranks = tuple(rank for rank, row in enumerate(gather_all([here])) if row[0] == here)
+
+    def gather(row: Sequence[int]) -> list[list[int]]:
+        rows = gather_all(row)
+        return [rows[rank][: len(row)] for rank in ranks]
+
+    return NodePeers(ranks=ranks, rank=world.rank, gather=gather)
+
+
+def node_id() -> int:
+    """63 bits, equal in processes that can see each other: one kernel, one process namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii")
+    text = boot + os.readlink("/proc/self/ns/pid")
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def _open_transport(world: World, flags: GroupFlags, settled: Settled, meeting: Meeting) -> Transport:
+    name = flags.transport
+    if name == "auto":
+        on_gpu = settled.device.type == "cuda"
+        name = "nccl" if on_gpu else "mpi" if world.source == "mpirun" else "gloo"
+    if name == "mpi":
+        from .over_mpi import open_transport  # optional: it needs mpi4py
+
+        return open_transport(world)
+    here = meeting.endpoint("store")
+    interface = flags.meeting.interface
+    if isinstance(here, tuple):
+        store = open_store(*here, rank=world.rank, size=world.size, interface=interface)
+    else:
+        store = open_store("", None, rank=0, size=world.size, interface=interface, listener=here)
+    return open_torch_dist(
+        rank=world.rank, size=world.size, backend=name, store=store, interface=interface, device=settled.device
+    )
