@@ -182,6 +182,7 @@ def listening_sockets() -> set[str]:
 
 def test_no_socket_of_a_star_listens_once_it_stands_and_all_are_on_loopback():
     before = listening_sockets()  # other tests' stores are not this one's
+
     def own_sockets(control: SocketControl) -> set[str]:
         links = control._links()
         return {link._socket.getsockname()[0] for link in links} | {link._socket.getpeername()[0] for link in links}
