@@ -18,7 +18,7 @@ import tyro
 from rich.console import Console
 
 from ep import SerriedError
-from runtime import Engine, EngineConfig, EngineStats, FinishReason, MemoryPlan, SamplingParams
+from runtime import Engine, EngineConfig, EngineStats, FinishReason, MemoryPlan, SamplingParams, read_model_config
 from runtime.memory import plan_lines
 
 from .answers import Answer, JsonPrinter, Printer, TextPrinter
@@ -92,6 +92,7 @@ def run(flags: GenerateFlags, start: Start) -> int:
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     with refusals():
         folder = find_model(flags.engine.model)
+        check_model(folder, flags.engine)
         codec, prompts = None, []
         if is_primary(start):  # the others have nothing to read: a pipe can be read once
             codec = TextCodec.open(folder)
@@ -111,6 +112,8 @@ def run(flags: GenerateFlags, start: Start) -> int:
             for answer in answers:
                 for line in engine.explain(answer.prompt.id):
                     notes.print(f"{answer.prompt.id}: {line}", markup=False)
+        if not flags.json and any(answer.prompt.params.logprobs is not None for answer in answers):
+            notes.print("note: logprobs are printed with --json only", markup=False)
         printer = JsonPrinter(answers, sys.stdout) if flags.json else TextPrinter(answers, sys.stdout, codec=codec)
         seconds = follow(engine, answers, printer)
         stats = engine.stats()
@@ -127,6 +130,16 @@ def conclude(answers: Sequence[Answer], stats: EngineStats, seconds: float, note
     if failed:
         notes.print(f"serried: {error_line(failed, len(answers))}", markup=False)
     return FAILED if failed else DONE
+
+
+def check_model(folder: Path, config: EngineConfig) -> None:
+    """Raise ValueError for a model that cannot be run, before anything is said about its tokenizer."""
+    read_model_config(folder)
+    if folder.is_file() and config.load_format != "dummy":
+        raise ValueError(
+            f"{folder} is a configuration without weights; give a checkpoint's folder, or --load-format dummy "
+            "for random ones"
+        )
 
 
 def announce(plan: MemoryPlan, notes: Console) -> None:

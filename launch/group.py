@@ -29,7 +29,7 @@ from runtime.settling import Settled, settle
 from .as_rank import Child, hush
 from .fields import config_fields, model_fields, version_fields
 from .meeting import Meeting
-from .place import ENDPOINTS, GroupFlags, Place
+from .place import ENDPOINTS, GroupFlags, Place, transport_of
 from .rendezvous import meet, open_gate
 from .spawn import OwnRanks, start_ranks
 from .world import World, check_ranks, detect, own_world
@@ -70,12 +70,11 @@ def engine_of(config: EngineConfig, flags: GroupFlags, start: Start, telling: Te
         with Engine(config, on_plan=telling.on_plan, on_progress=telling.on_progress, on_notice=telling.say) as engine:
             yield engine
         return
-    if flags.transport == "threads":
-        raise ValueError("transport is threads, but this process is one of several; leave it out, e.g. auto")
     if world.size == 1:
         world = own_world(0, config.ranks)
     config = replace(config, ranks=world.size)
     settled = settle(config)  # before anybody is met: what is refused here is refused alike everywhere
+    transport_of(flags, world, settled)
     if settled.device.type == "cuda":
         settled = replace(settled, device=torch.device("cuda", world.local_rank))
     torch.set_num_threads(1)

@@ -61,6 +61,21 @@ class GroupFlags:
     meeting: tyro.conf.OmitArgPrefixes[RendezvousConfig] = field(default_factory=RendezvousConfig)
 
 
+def transport_of(flags: GroupFlags, world: World, settled: Settled) -> str:
+    """What carries rows in this group. Raises ValueError for what cannot: its field, value, and what would do."""
+    name, on_gpu = flags.transport, settled.device.type == "cuda"
+    if name == "auto":
+        return "nccl" if on_gpu else "mpi" if world.source == "mpirun" else "gloo"
+    if name == "threads":
+        raise ValueError("transport is threads, but this process is one of several; leave it out, e.g. auto")
+    if name == "mpi" and world.source not in ("mpirun", "srun"):
+        raise ValueError(f"transport is mpi, but what started this is: {world.describe()}; use mpirun, or gloo")
+    if (name == "nccl") != on_gpu:
+        fit = "nccl" if on_gpu else "gloo or mpi"
+        raise ValueError(f"transport is {name}, but device is {settled.device.type}; rows there travel over {fit}")
+    return name
+
+
 class Place:
     """One rank's place in the group: its pulse, its control plane and its transport."""
 
@@ -187,10 +202,7 @@ def node_id() -> int:
 
 
 def _open_transport(world: World, flags: GroupFlags, settled: Settled, meeting: Meeting) -> Transport:
-    name = flags.transport
-    if name == "auto":
-        on_gpu = settled.device.type == "cuda"
-        name = "nccl" if on_gpu else "mpi" if world.source == "mpirun" else "gloo"
+    name = transport_of(flags, world, settled)
     if name == "mpi":
         from .over_mpi import open_transport  # optional: it needs mpi4py
 

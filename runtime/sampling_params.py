@@ -57,7 +57,8 @@ class SamplingParams:
     """Token id -> number from -100 to 100, added to its logit; at most 1024 entries. Kept as a copy in id order."""
 
     seed: int | None = None
-    """From 0 to 2**64 - 1. Same seed, same tokens, whatever else runs; None: the engine draws one and reports it."""
+    """From 0 to 2**64 - 1. Same seed, same tokens, whatever else runs (in 16-bit formats up to rounding); None: the
+    engine draws one and reports it."""
 
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output, besides the model's own; at most 128. The token itself stays in the output."""

@@ -239,7 +239,7 @@ class Worker:
         )
 
     def _launch(self, rows: tuple[Row, ...], plan: StepPlan) -> Launched:
-        """Put one step on the device: nothing here reads a result back to the host."""
+        """Put one step on the device. Its tokens are not waited for; the exchange's counts and rows are."""
         self.recorder.stamp(Phase.LAUNCH, plan.step)
         begin = self.recorder.waited_ns, time.monotonic_ns()
         self.table.admit(rows)

@@ -24,7 +24,6 @@ FAULTY = [sys.executable, str(ROOT / "tests" / "launch" / "programs" / "faulty.p
 MPIRUN = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 LIMIT_S = 100.0
-needs_mpi = pytest.mark.skipif(MPIRUN is None, reason="mpirun is not installed: pip install 'serried[mpi]'")
 
 
 def mpirun(size: int) -> list[str]:
@@ -197,3 +196,20 @@ def test_a_failing_rank_is_named_by_all_survivors(tmp_path, transport: str, kind
 @pytest.mark.parametrize(("transport", "kind", "where", "rank"), ALL_FAULTS)
 def test_every_fault_is_named(tmp_path, transport: str, kind: str, where: str, rank: int):
     check_fault(tmp_path, transport, kind, where, rank)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--transport", "mpi", "--ranks", "2"], "transport is mpi, but what started this is: own launcher"),
+        (
+            ["--transport", "nccl", "--ranks", "2"],
+            "transport is nccl, but device is cpu; rows there travel over gloo or",
+        ),
+    ],
+)
+def test_a_transport_that_cannot_be_is_refused_before_anything_starts(words: list[str], message: str):
+    process = start([*PROGRAM, "generate", "profiles/models/tiny-v3", "--prompt", "x", *words])
+    _, err = finish(process)
+    assert process.returncode == 2
+    assert message in err.splitlines()[-1]

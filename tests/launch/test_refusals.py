@@ -118,3 +118,10 @@ def test_more_ranks_than_experts_are_refused_with_how_many_would_fit(refused, ti
     line = refused("generate", tiny, "--prompt", "a", "--ranks", "33")
     assert "33" in line
     assert "32" in line
+
+
+def test_what_is_wrong_with_the_model_is_said_before_its_tokenizer(refused, tmp_path):
+    assert "is a configuration without weights; give a checkpoint's folder" in refused(
+        "generate", "deepseek-v3", "--prompt", "hi"
+    )
+    assert "config.json" in refused("generate", str(tmp_path), "--prompt", "hi")
