@@ -17,11 +17,6 @@ PROMPT = 'The "assert" statement'
 SMALL = ("--num-blocks", "64")
 
 
-def heed_ctrl_c() -> None:
-    """A background job inherits SIGINT ignored, and so would its children."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def start(*words: str) -> "subprocess.Popen[str]":
     """`serried` in a process of its own, as a person runs it."""
     return subprocess.Popen(
@@ -31,7 +26,6 @@ def start(*words: str) -> "subprocess.Popen[str]":
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=heed_ctrl_c,  # noqa: PLW1509  # no other thread runs when this is called
     )
 
 
