@@ -23,6 +23,7 @@ from .group import Start
 from .refusal import Refusal
 
 FAILED, REFUSED = 1, 2
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 RULE = re.compile(r"[╭╮╰╯│─\- ]*")
 """A line that only draws: the parser's boxes, or its rules of hyphens where the output is not UTF-8."""
 
@@ -76,6 +77,9 @@ def _whole_name(name: str, words: Sequence[str]) -> tuple[str, Sequence[str]]:
     if whole in COMMANDS:
         return whole, words[1:]
     known = [each for each in COMMANDS if each.startswith(f"{name} ")]
+    if words[:1] in (["--help"], ["-h"]):
+        print("\n".join(f"serried {each} --help" for each in known))
+        sys.exit(0)
     raise Refusal(f"{whole!r} is not a command; there is {', '.join(known)}, e.g. serried {known[0]} --help")
 
 
@@ -94,7 +98,8 @@ def parse_flags(flags: type[Any], words: Sequence[str], *, name: str, about: str
     except SystemExit as exit_:
         if exit_.code in (0, None):
             raise
-        raise Refusal(f"{_one_line(said.getvalue(), exit_)} (serried {name} --help)") from exit_
+        text = COLOUR.sub("", said.getvalue())  # the parser colours what it says where standard error is a terminal
+        raise Refusal(f"{_one_line(text, exit_)} (serried {name} --help)") from exit_
 
 
 def _one_line(box: str, exit_: SystemExit) -> str:

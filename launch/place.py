@@ -60,6 +60,10 @@ class GroupFlags:
 
     meeting: tyro.conf.OmitArgPrefixes[RendezvousConfig] = field(default_factory=RendezvousConfig)
 
+    def __post_init__(self) -> None:
+        if self.flight_dir is not None and self.flight_dir.exists() and not self.flight_dir.is_dir():
+            raise ValueError(f"flight_dir is {str(self.flight_dir)!r}, a file; it must be a folder, or not there yet")
+
 
 def transport_of(flags: GroupFlags, world: World, settled: Settled) -> str:
     """What carries rows in this group. Raises ValueError for what cannot: its field, value, and what would do."""

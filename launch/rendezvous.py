@@ -31,6 +31,7 @@ from .meeting import Meeting, host_meeting, join_meeting
 from .world import World
 
 RETRY_S = 0.2
+MAX_TIMEOUT_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +51,10 @@ class RendezvousConfig:
     """Seconds that ranks wait for each other while they start."""
 
     def __post_init__(self) -> None:
-        if not self.start_timeout > 0.0:
-            raise ValueError(f"start_timeout is {self.start_timeout}; it must be above 0, e.g. 120")
+        if not 0.0 < self.start_timeout <= MAX_TIMEOUT_S:
+            raise ValueError(
+                f"start_timeout is {self.start_timeout}; it must be above 0 and at most {MAX_TIMEOUT_S:g}, e.g. 120"
+            )
 
 
 class Gate:

@@ -51,6 +51,8 @@ _BEFORE_US, _AFTER_US = 0.15e6, 0.1e6
 _PICTURE_US = 1.6e6
 _STEPS_BEFORE = 5
 
+MAX_RANKS = 320
+
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
@@ -100,8 +102,8 @@ class SimulateFlags:
     """End with one JSON object."""
 
     def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise ValueError(f"ranks is {self.ranks}; it must be at least 1, e.g. 8")
+        if not 1 <= self.ranks <= MAX_RANKS:
+            raise ValueError(f"ranks is {self.ranks}; it must be from 1 to {MAX_RANKS}, e.g. 8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ The docstrings under the fields are the command line's help.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -64,7 +64,7 @@ class EngineConfig:
     """Folder of a Hugging Face checkpoint, or (with --load-format dummy) a config.json or a name in profiles/models."""
 
     ranks: int = 1
-    """Ranks that share the experts; each decodes its own requests. Here they are threads of one process."""
+    """Ranks that share the experts; each decodes its own requests. Started as processes, or by a launcher."""
 
     dtype: DTypeName = "auto"
     """Number format of weights and activations; auto: the checkpoint's own."""
@@ -105,8 +105,11 @@ class EngineConfig:
             raise ValueError("itl_target_ms is set; it needs hardware, e.g. profiles/hardware/h200.toml")
 
     def digest(self, model: object) -> int:
-        """63 bits over these settings and the parsed `model`: equal on ranks that may decode together."""
-        text = f"{self!r}|{model!r}".encode()
+        """63 bits over these settings and the parsed `model`: equal on ranks that may decode together.
+
+        Where files lie is left out: a node may keep them elsewhere.
+        """
+        text = f"{replace(self, model='', hardware=None)!r}|{model!r}".encode()
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 

@@ -89,7 +89,7 @@ def test_what_makes_no_sense_is_refused(words: str, message: str):
         host(words)
 
 
-@pytest.mark.parametrize("words", [[], ["hosts"], ["--help"]])
+@pytest.mark.parametrize("words", [[], ["hosts"]])
 def test_bench_without_its_second_word_says_what_there_is(words: list[str], capsys: pytest.CaptureFixture[str]):
     assert run_command("bench", words) == REFUSED
     assert "there is bench host, bench kernels, e.g. serried bench host --help" in capsys.readouterr().err

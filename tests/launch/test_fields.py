@@ -75,3 +75,14 @@ def test_versions_and_the_source_itself_are_compared():
     assert found["the version of no-such-package"] == "nothing"
     assert len(found["the source of serried"]) == 12
     assert version_fields() == version_fields()
+
+
+def test_two_checkpoints_of_one_shape_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    for folder, middle in zip(folders, (b"x", b"y", b"x"), strict=True):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(b"0" * 40_000 + middle * 20_000 + b"0" * 40_000)
+    a, b, c = map(model_fields, folders)
+    assert a == c
+    assert first_difference([a, b]).field == "the model's weights"

@@ -1,7 +1,12 @@
 """Bad input through the whole command, in this process: the exact line, exit code 2, and nothing on standard output."""
 
+import contextlib
 import json
+import os
+import pty
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -125,3 +130,37 @@ def test_what_is_wrong_with_the_model_is_said_before_its_tokenizer(refused, tmp_
         "generate", "deepseek-v3", "--prompt", "hi"
     )
     assert "config.json" in refused("generate", str(tmp_path), "--prompt", "hi")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("simulate", "--ranks", "100000"), "ranks is 100000; it must be from 1 to 320"),
+        (("generate", "tiny-v3", "--start-timeout", "inf"), "start_timeout is inf; it must be above 0 and at most"),
+        (("generate", "tiny-v3", "--flight-dir", __file__), "a file; it must be a folder"),
+    ],
+)
+def test_values_that_would_only_fail_later_are_refused(refused, words, message):
+    assert message in refused(*words)
+
+
+def test_help_of_a_command_of_two_words_lists_them(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--help"])
+    assert ended.value.code == 0
+    assert "serried bench host --help" in capsys.readouterr().out
+
+
+def test_a_terminal_gets_the_same_line_as_a_pipe():
+    """The parser colours its boxes where standard error is a terminal."""
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "launch", "generate", "tiny-v3", "--nonsense"]
+    with subprocess.Popen(words, stderr=theirs, stdout=subprocess.PIPE) as process:
+        os.close(theirs)
+        said = b""
+        with contextlib.suppress(OSError):  # the terminal is gone when the process is
+            while part := os.read(ours, 4096):
+                said += part
+    os.close(ours)
+    assert process.returncode == 2
+    assert said.decode().strip() == "serried: unrecognized options: --nonsense (serried generate --help)"

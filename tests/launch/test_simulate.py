@@ -88,7 +88,7 @@ def test_a_fault_that_ends_the_group_is_drawn_and_named(simulated):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--ranks 0", "ranks is 0; it must be at least 1, e.g. 8"),
+        ("--ranks 0", "ranks is 0; it must be from 1 to 320, e.g. 8"),
         ("--max-num-batched-tokens 0", "max_num_batched_tokens is 0; it must be a whole number of at least 1"),
         ("--scenario burst --seconds 4", "seconds is 4.0; it must be left out, since scenario burst has its own times"),
         ("--num-blocks 3", "num_blocks is 3; the longest request needs 20 of 64 tokens, e.g. 20"),

@@ -393,3 +393,10 @@ def test_rows_without_usable_logits_end_alone_with_an_error(small_v3: Path, monk
         engine.submit([7, 8], GREEDY, request_id="next")
         first = next(iter(engine.events()))
     assert (first.request_id, first.finish_reason, first.token_ids) == ("spoiled", FinishReason.ERROR, ())
+
+
+def test_where_files_lie_is_no_difference_between_ranks(small_v3: Path):
+    config = engine_config(small_v3, Settings())
+    elsewhere = replace(config, model="/another/place")
+    assert config.digest("model") == elsewhere.digest("model")
+    assert config.digest("model") != replace(config, async_depth=1 - config.async_depth).digest("model")
