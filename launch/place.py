@@ -155,7 +155,7 @@ class Place:
                 on_facts(GroupFacts(model=parts.model, plan=parts.plan, capacities=(), notes=(*parts.notes, *told)))
             self.pulse.warm()
             self.pulse.ready()
-            run_rank(parts.workers[0], mailbox, inbox, recorder, notes=parts.notes)
+            run_rank(parts.workers[0], mailbox, inbox, recorder)
         except BaseException as error:  # told to the group, which ends with it
             self.pulse.fail(error)
 

@@ -36,11 +36,11 @@ class SchedulerConfig:
     """Tokens of one prompt in one step, at most, so that a long one leaves room for others; 0: no such limit."""
 
     def __post_init__(self) -> None:
-        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1, neighbour=8192)
-        _at_least("max_num_seqs", self.max_num_seqs, 1, neighbour=256)
-        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, neighbour=0)
+        at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1, neighbour=8192)
+        at_least("max_num_seqs", self.max_num_seqs, 1, neighbour=256)
+        at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, neighbour=0)
         if self.max_model_len is not None:
-            _at_least("max_model_len", self.max_model_len, 2, neighbour=4096)
+            at_least("max_model_len", self.max_model_len, 2, neighbour=4096)
         if self.scheduling_policy not in get_args(Policy):
             names = ", ".join(get_args(Policy))
             raise ValueError(f"scheduling_policy is {self.scheduling_policy!r}; it must be one of {names}, e.g. fcfs")
@@ -83,6 +83,7 @@ class Capacity:
         return RequestError(field="prompt", value=f"{prompt_len} tokens", rule=rule + neighbour)
 
 
-def _at_least(name: str, value: int, low: int, *, neighbour: int) -> None:
+def at_least(name: str, value: int, low: int, *, neighbour: int) -> None:
+    """Raise ValueError unless a setting is a whole number of at least `low`; `neighbour` is one that would do."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {low}, e.g. {neighbour}")

@@ -14,6 +14,7 @@ import torch
 
 from ep import ExchangeConfig
 
+from .admission import at_least
 from .cadence import CadenceConfig
 from .routing import RoutingConfig
 from .scheduler import SchedulerConfig
@@ -45,11 +46,11 @@ class CacheConfig:
     """Share of the device's memory that weights, cache and workspaces may take together."""
 
     def __post_init__(self) -> None:
-        _at_least("block_size", self.block_size, 1, "64")
+        at_least("block_size", self.block_size, 1, neighbour=64)
         if self.num_blocks is not None:
-            _at_least("num_blocks", self.num_blocks, 1, "1024")
+            at_least("num_blocks", self.num_blocks, 1, neighbour=1024)
         if self.kv_cache_memory_bytes is not None:
-            _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, "1073741824")
+            at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, neighbour=1073741824)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1, e.g. 0.92"
@@ -92,8 +93,8 @@ class EngineConfig:
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
 
     def __post_init__(self) -> None:
-        _at_least("ranks", self.ranks, 1, "1")
-        _at_least("seed", self.seed, 0, "0")
+        at_least("ranks", self.ranks, 1, neighbour=1)
+        at_least("seed", self.seed, 0, neighbour=0)
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; it must be auto or one of {', '.join(DTYPES)}, e.g. bfloat16")
         if self.load_format not in ("auto", "dummy"):
@@ -111,8 +112,3 @@ class EngineConfig:
         """
         text = f"{replace(self, model='', hardware=None)!r}|{model!r}".encode()
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
-
-
-def _at_least(name: str, value: int, low: int, neighbour: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {low}, e.g. {neighbour}")

@@ -74,7 +74,6 @@ class ReadyLetter(msgspec.Struct, tag="ready", frozen=True):
     num_pages: int
     page_size: int
     max_model_len: int
-    notes: tuple[str, ...]
 
 
 class NewsLetter(msgspec.Struct, tag="news", frozen=True):

@@ -55,7 +55,8 @@ class FrontDesk:
     def choose(self, request: Request) -> Choice:
         """The rank for a request; nothing is booked yet. Raises NoRankLeft when no rank may take it."""
         largest = max(self._shadows, key=lambda shadow: shadow.capacity.num_pages * shadow.capacity.page_size)
-        views = [self._view(shadow, request) for shadow in self._shadows]
+        digests = {size: self._digests(request, size) for size in {s.capacity.page_size for s in self._shadows}}
+        views = [self._view(shadow, digests[shadow.capacity.page_size]) for shadow in self._shadows]
         return route(
             views,
             prompt_len=len(request.prompt),
@@ -90,14 +91,13 @@ class FrontDesk:
             shadow.used_pages -= stay.pages
             del self._stays[news.request_id]
 
-    def _view(self, shadow: _Shadow, request: Request) -> RankView:
-        size = shadow.capacity.page_size
+    def _view(self, shadow: _Shadow, digests: Sequence[bytes]) -> RankView:
         return RankView(
             draining=shadow.draining,
             queued_tokens=shadow.queued_tokens,
             used_pages=shadow.used_pages,
             num_pages=shadow.capacity.num_pages,
-            matched_tokens=self._matched(shadow, self._digests(request, size)) * size,
+            matched_tokens=self._matched(shadow, digests) * shadow.capacity.page_size,
         )
 
     def _digests(self, request: Request, page_size: int) -> list[bytes]:

@@ -51,7 +51,7 @@ class _Lost:
 class ProcessRanks:
     """The front's side of a group of processes; see `ranks.Ranks`.
 
-    links    to every rank but 0
+    links      to every rank but 0
     run_own    builds rank 0, tells the facts of the model, and runs it on its mailbox to its end; in a thread
     on_start   is given whom to tell when the group has failed
     """

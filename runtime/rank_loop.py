@@ -33,9 +33,9 @@ class RankInbox:
         return [*self._kept.take(), *self._mailbox.take()]
 
 
-def speaker(mailbox: Mailbox) -> _Speaker:
+def speaker(mailbox: Mailbox) -> Callable[[Sequence[News]], None]:
     """What a worker's `emit` is to be."""
-    return _Speaker(mailbox)
+    return lambda items: mailbox.say(NewsLetter(tuple(items)))
 
 
 def notifier(mailbox: Mailbox) -> Callable[[Note], None]:
@@ -43,15 +43,7 @@ def notifier(mailbox: Mailbox) -> Callable[[Note], None]:
     return lambda note: mailbox.say(NoteLetter(note))
 
 
-class _Speaker:
-    def __init__(self, mailbox: Mailbox) -> None:
-        self._mailbox = mailbox
-
-    def __call__(self, items: Sequence[News]) -> None:
-        self._mailbox.say(NewsLetter(tuple(items)))
-
-
-def run_rank(worker: Worker, mailbox: Mailbox, inbox: RankInbox, recorder: Recorder, *, notes: Sequence[str]) -> None:
+def run_rank(worker: Worker, mailbox: Mailbox, inbox: RankInbox, recorder: Recorder) -> None:
     """Serve the front until it says that this is the end. What the worker raises comes out."""
     capacity = worker.scheduler.capacity
     mailbox.say(
@@ -59,7 +51,6 @@ def run_rank(worker: Worker, mailbox: Mailbox, inbox: RankInbox, recorder: Recor
             num_pages=capacity.num_pages,
             page_size=capacity.page_size,
             max_model_len=capacity.max_model_len,
-            notes=tuple(notes),
         )
     )
     while True:
