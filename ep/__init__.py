@@ -11,6 +11,7 @@ from .errors import (
     TransportError,
 )
 from .exchange import Arrivals, Exchange, ExchangeConfig, buffer_bytes
+from .terms import Terms
 from .threads import ThreadGroup, ThreadTransport, run_ranks
 from .transport import Kind, Pending, Tag, Transport
 
@@ -27,6 +28,7 @@ __all__ = [
     "SerriedError",
     "Tag",
     "TagMismatch",
+    "Terms",
     "ThreadGroup",
     "ThreadTransport",
     "Transport",

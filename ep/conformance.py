@@ -17,6 +17,7 @@ from torch import Tensor
 from .combine import wide
 from .exchange import Arrivals, Exchange, ExchangeConfig
 from .reference import dense_combine
+from .terms import Terms
 from .transport import Kind, Pending, Tag, Transport
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
@@ -233,13 +234,13 @@ def check_exchange(
 
 def exchange_batch(exchange: Exchange, batch: GlobalBatch, *, rank: int, step: int) -> Tensor:
     """Send this rank's part of the batch through all rounds, checking every arrival; [T, D]."""
-    own, bucket = batch.own(rank), max(batch.num_tokens_R)
+    own, terms = batch.own(rank), Terms(bucket=max(batch.num_tokens_R))
     x, slots, weights = batch.x_GD[own], batch.slots_GK[own], batch.weights_GK[own]
     first_slot = rank * exchange.slots_per_rank
     outputs, counts_L = [], torch.zeros(exchange.slots_per_rank, dtype=torch.int64)
-    for number, part in enumerate(exchange.round_slices(x.shape[0], bucket)):
+    for number, part in enumerate(exchange.round_slices(x.shape[0], terms)):
         tag = Tag(step, 0, 0, number, Kind.CHECK)
-        arrivals = exchange.dispatch(x[part], slots[part], weights[part], tag=tag).wait()
+        arrivals = exchange.dispatch(x[part], slots[part], weights[part], tag=tag, terms=terms).wait()
         _check_arrivals(arrivals, batch, exchange=exchange, rank=rank, number=number)
         counts_L += torch.bincount(arrivals.slots_M, minlength=exchange.slots_per_rank)
         y = expert(arrivals.x_ND[arrivals.rows_M], arrivals.slots_M + first_slot)

@@ -23,6 +23,7 @@ from .combine import COMBINES, Combine, CombineMode, Sent, wide
 from .errors import TagMismatch
 from .layout import LocalPairs, local_pairs, send_layout
 from .posts import odd_one_out
+from .terms import Terms
 from .transport import Kind, Pending, Tag, Transport
 
 MOST_ROUND_TOKENS = 1 << 20
@@ -180,14 +181,22 @@ class Exchange:
         """Rounds that every rank makes when the rank with the most tokens has `bucket` of them; at least one."""
         return max(1, -(-bucket // self.config.round_tokens))
 
-    def round_slices(self, num_tokens: int, bucket: int) -> list[slice]:
-        """This rank's tokens of each round; empty slices at the end when it has fewer than `bucket`."""
-        assert num_tokens <= bucket, (num_tokens, bucket)
+    def round_slices(self, num_tokens: int, terms: Terms) -> list[slice]:
+        """This rank's tokens of each round; empty slices at the end when it has fewer than the bucket."""
+        assert num_tokens <= terms.bucket, (num_tokens, terms.bucket)
         size = self.config.round_tokens
-        begins = [min(n * size, num_tokens) for n in range(self.num_rounds(bucket))]
+        begins = [min(n * size, num_tokens) for n in range(self.num_rounds(terms.bucket))]
         return [slice(begin, min(begin + size, num_tokens)) for begin in begins]
 
-    def dispatch(self, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, *, tag: Tag) -> Pending[Arrivals]:
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        slots_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        tag: Tag,
+        terms: Terms,  # noqa: ARG002
+    ) -> Pending[Arrivals]:
         """Send one round: T <= round_tokens tokens of the run dtype, their slots (int64, -1 none), wide weights.
 
         Waits for the header, not for the rows. The tag's kind is set here.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ep import Exchange, Kind, Pending, Tag
+from ep import Exchange, Kind, Pending, Tag, Terms
 
 from .config import MoeConfig
 from .experts import ExpertBank, gated_mlp
@@ -77,13 +77,13 @@ class MoeLayer:
         self._rank = rank
 
     def stages(
-        self, x_TD: Tensor, *, step: int, layer: int, track: int, bucket: int, positions_T: Tensor
+        self, x_TD: Tensor, *, step: int, layer: int, track: int, terms: Terms, positions_T: Tensor
     ) -> Generator[Pending[Any], Any, MoeOutput]:
         """Yields what is in flight, returns MoeOutput.
 
-        `bucket` is the largest T of any rank in this step: it fixes the number of rounds, the same on all ranks; T may
-        be 0. `positions_T` int64 are the tokens' positions in their requests; a padded row has -1: it is sent nowhere
-        and counted nowhere.
+        `terms` hold the largest T of any rank in this step, which fixes the number of rounds, the same on all ranks; T
+        may be 0. `positions_T` int64 are the tokens' positions in their requests; a padded row has -1: it is sent
+        nowhere and counted nowhere.
         """
         routing = route(x_TD, self._weights.gate_ED, self._weights.bias_E, self._config)
         experts_TK = routing.experts_TK.masked_fill(positions_T.unsqueeze(1) < 0, -1)
@@ -91,9 +91,11 @@ class MoeLayer:
         shared_TD = counts_E = None
         parts: list[Tensor] = []
         num_pairs = 0
-        for index, part in enumerate(self._exchange.round_slices(x_TD.shape[0], bucket)):
+        for index, part in enumerate(self._exchange.round_slices(x_TD.shape[0], terms)):
             tag = Tag(step=step, layer=layer, track=track, round=index, kind=Kind.DISPATCH)
-            on_the_way = self._exchange.dispatch(x_TD[part], slots_TK[part], routing.weights_TK[part], tag=tag)
+            on_the_way = self._exchange.dispatch(
+                x_TD[part], slots_TK[part], routing.weights_TK[part], tag=tag, terms=terms
+            )
             if index == 0:  # what needs nobody else runs while the first rows travel
                 counts_E = count_experts(experts_TK, self._config.num_experts)
                 shared_TD = self._weights.shared(x_TD) if self._weights.shared else None

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from attention_mla import LatentCache, PagedView, Rotation, angles, attend, rms_norm
-from ep import Exchange, Pending
+from ep import Exchange, Pending, Terms
 from moe import MoeLayer, PlacementTable
 
 from .model_config import ModelConfig
@@ -31,7 +31,7 @@ class TrackInput:
     view            where the tokens' latents go and what they attend to
     logit_rows_B    int64 indices into T of the tokens whose next token is wanted
     step, track     the tag of every exchange
-    bucket          largest T of any rank, agreed before the step
+    terms           what all ranks agreed on for its exchanges
     """
 
     tokens_T: Tensor
@@ -39,7 +39,7 @@ class TrackInput:
     logit_rows_B: Tensor
     step: int
     track: int
-    bucket: int
+    terms: Terms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class Decoder:
                 step=batch.step,
                 layer=index,
                 track=batch.track,
-                bucket=batch.bucket,
+                terms=batch.terms,
                 positions_T=batch.view.positions_T,
             )
             x_TD = x_TD + out.out_TD

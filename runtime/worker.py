@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dbo import drive
-from ep import PeerFailed, SerriedError, Transport
+from ep import PeerFailed, SerriedError, Terms, Transport
 from eplb import ExpertLoad, balancedness
 from moe import ExpertPlacement
 
@@ -251,7 +251,7 @@ class Worker:
             logit_rows_B=batch.logit_rows_B,
             step=plan.step,
             track=0,
-            bucket=plan.bucket,
+            terms=Terms(bucket=plan.bucket),
         )
         [out] = drive([self.decoder.stages(track)])
         self.recorder.stamp(Phase.SAMPLE, plan.step)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep import ExchangeConfig, Kind, Tag, buffer_bytes, run_ranks, wide
+from ep import ExchangeConfig, Kind, Tag, Terms, buffer_bytes, run_ranks, wide
 from ep.conformance import ROUTINGS, check_exchange, exchange_batch, expert, make_batch
 from ep.exchange import RowFormat
 
 LIMIT_S = 30
 MODES = ("ranks", "slots")
 TAG = Tag(0, 0, 0, 0, Kind.CHECK)
+TERMS = Terms(bucket=1024)
 
 
 @pytest.mark.parametrize("combine", MODES)
@@ -51,10 +52,10 @@ def results_under(make, placement: torch.Tensor, size: int, *, top_k: int = 6, c
             transport, num_slots=24, hidden=33, top_k=top_k, dtype=torch.bfloat16, combine=combine, round_tokens=5
         )
         outputs = []
-        for number, part in enumerate(exchange.round_slices(own.stop - own.start, -(-29 // size))):
+        for number, part in enumerate(exchange.round_slices(own.stop - own.start, Terms(bucket=-(-29 // size)))):
             tag = TAG._replace(round=number)
             x, slots, weights = x_GD[own][part], placement[experts_GK[own][part]], weights_GK[own][part]
-            arrivals = exchange.dispatch(x, slots, weights, tag=tag).wait()
+            arrivals = exchange.dispatch(x, slots, weights, tag=tag, terms=TERMS).wait()
             experts_M = expert_of_slot[arrivals.slots_M + transport.rank * exchange.slots_per_rank]
             y = expert(arrivals.x_ND[arrivals.rows_M], experts_M)
             outputs.append(exchange.combine(y, arrivals, tag=tag).wait())
@@ -84,7 +85,7 @@ def test_the_sum_of_small_and_large_keeps_what_the_wide_dtype_holds(make, combin
         exchange = make(transport, num_slots=3, top_k=3, dtype=torch.bfloat16, combine=combine)
         x = torch.ones(1, 4, dtype=torch.bfloat16)
         weights = torch.tensor([[1.0, 2.0**-8, 2.0**-8]])
-        arrivals = exchange.dispatch(x, torch.tensor([[0, 1, 2]]), weights, tag=TAG).wait()
+        arrivals = exchange.dispatch(x, torch.tensor([[0, 1, 2]]), weights, tag=TAG, terms=TERMS).wait()
         return exchange.combine(arrivals.x_ND[arrivals.rows_M], arrivals, tag=TAG).wait()
 
     assert torch.equal(run_ranks(1, fn)[0], torch.full((1, 4), 1 + 2.0**-7, dtype=torch.bfloat16))
@@ -107,7 +108,9 @@ def test_the_order_of_the_sum_is_ranks_in_between_and_top_k_within(make, values,
     def fn(transport):
         exchange = make(transport, num_slots=3, hidden=1, top_k=3, combine=combine)
         slots, weights = torch.tensor([[2, 0, 1]]), torch.ones(1, 3, dtype=torch.float64)
-        arrivals = exchange.dispatch(torch.zeros(1, 1, dtype=torch.float64), slots, weights, tag=TAG).wait()
+        arrivals = exchange.dispatch(
+            torch.zeros(1, 1, dtype=torch.float64), slots, weights, tag=TAG, terms=TERMS
+        ).wait()
         values_L = torch.tensor(values, dtype=torch.float64)
         y = values_L[arrivals.slots_M + transport.rank * exchange.slots_per_rank][:, None]
         return exchange.combine(y, arrivals, tag=TAG).wait().item()
@@ -123,7 +126,9 @@ def test_products_are_not_rounded_before_they_are_added(make, combine):
     def fn(transport):
         exchange = make(transport, num_slots=2, dtype=torch.bfloat16, combine=combine)
         x = torch.full((1, 4), 1 + e, dtype=torch.bfloat16)
-        arrivals = exchange.dispatch(x, torch.tensor([[0, 1]]), torch.tensor([[1 + e, -1.0]]), tag=TAG).wait()
+        arrivals = exchange.dispatch(
+            x, torch.tensor([[0, 1]]), torch.tensor([[1 + e, -1.0]]), tag=TAG, terms=TERMS
+        ).wait()
         return exchange.combine(arrivals.x_ND[arrivals.rows_M], arrivals, tag=TAG).wait()
 
     assert torch.equal(run_ranks(1, fn)[0], torch.full((1, 4), e + e * e, dtype=torch.bfloat16))
@@ -134,7 +139,7 @@ def test_float64_is_not_made_narrower_anywhere(make):
         exchange = make(transport, num_slots=2, top_k=1)
         x = torch.full((1, 4), 1 + 2.0**-50, dtype=torch.float64)
         weights = torch.full((1, 1), 1 - 2.0**-51, dtype=torch.float64)
-        arrivals = exchange.dispatch(x, torch.tensor([[1 - transport.rank]]), weights, tag=TAG).wait()
+        arrivals = exchange.dispatch(x, torch.tensor([[1 - transport.rank]]), weights, tag=TAG, terms=TERMS).wait()
         assert arrivals.weights_M.item() == 1 - 2.0**-51
         return exchange.combine(arrivals.x_ND[arrivals.rows_M], arrivals, tag=TAG).wait()
 
@@ -165,7 +170,7 @@ def test_two_tracks_in_flight_do_not_touch_each_other(make, combine):
         owns = [batch.own(transport.rank) for batch in batches]
         tags = [Tag(2, 0, track, 0, Kind.CHECK) for track in (0, 1)]
         starts = [
-            exchange.dispatch(batch.x_GD[own], batch.slots_GK[own], batch.weights_GK[own], tag=tag)
+            exchange.dispatch(batch.x_GD[own], batch.slots_GK[own], batch.weights_GK[own], tag=tag, terms=TERMS)
             for batch, own, tag in zip(batches, owns, tags, strict=True)
         ]
         arrivals = [start.wait() for start in starts]
@@ -194,11 +199,11 @@ def test_inputs_may_be_views_of_any_stride(make, combine, num_tokens):
         x = torch.arange(30, dtype=torch.float64).view(3, 10).t()[:num_tokens]
         slots = torch.tensor([[2, 7]])[:, :1].expand(num_tokens, 1)
         weights = torch.tensor([0.5], dtype=torch.float64)[:, None].expand(num_tokens, 1)
-        arrivals = exchange.dispatch(x, slots, weights, tag=TAG).wait()
+        arrivals = exchange.dispatch(x, slots, weights, tag=TAG, terms=TERMS).wait()
         y = arrivals.x_ND[arrivals.rows_M].t().contiguous().t()
         assert torch.equal(exchange.combine(y, arrivals, tag=TAG).wait(), x / 2)
         none = torch.ones(0, 4, dtype=torch.float64)[:, :1]
-        assert exchange.dispatch(x[:0], slots[:0], none, tag=TAG).wait().rows_M.numel() == 0
+        assert exchange.dispatch(x[:0], slots[:0], none, tag=TAG, terms=TERMS).wait().rows_M.numel() == 0
 
     run_ranks(3, fn, timeout_s=LIMIT_S)
 
@@ -207,9 +212,9 @@ def test_rounds_follow_from_the_bucket_alone(make):
     def fn(transport):
         exchange = make(transport, num_slots=2, round_tokens=4)
         assert [exchange.num_rounds(bucket) for bucket in (0, 1, 4, 5, 8, 9)] == [1, 1, 1, 2, 2, 3]
-        assert exchange.round_slices(6, 9) == [slice(0, 4), slice(4, 6), slice(6, 6)]
-        assert exchange.round_slices(0, 5) == [slice(0, 0), slice(0, 0)]
-        assert exchange.round_slices(0, 0) == [slice(0, 0)]
+        assert exchange.round_slices(6, Terms(bucket=9)) == [slice(0, 4), slice(4, 6), slice(6, 6)]
+        assert exchange.round_slices(0, Terms(bucket=5)) == [slice(0, 0), slice(0, 0)]
+        assert exchange.round_slices(0, Terms(bucket=0)) == [slice(0, 0)]
 
     run_ranks(1, fn)
 
@@ -249,7 +254,7 @@ def test_the_largest_round_takes_no_memory_but_the_buffers_and_its_sums(make):
             x = torch.randn(8, 4, dtype=torch.float64)
             tag = TAG._replace(round=number)
             slots, weights = torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1, dtype=torch.float64)
-            arrivals = exchange.dispatch(x, slots, weights, tag=tag).wait()
+            arrivals = exchange.dispatch(x, slots, weights, tag=tag, terms=TERMS).wait()
             assert arrivals.x_ND.shape[0] == (24 if transport.rank == 0 else 0)
             places.add(arrivals.x_ND.data_ptr() if arrivals.x_ND.numel() else 0)
             assert torch.equal(exchange.combine(arrivals.x_ND[arrivals.rows_M], arrivals, tag=tag).wait(), x)

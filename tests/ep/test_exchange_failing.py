@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep import ExchangeConfig, Kind, PeerFailed, Tag, TagMismatch, run_ranks
+from ep import ExchangeConfig, Kind, PeerFailed, Tag, TagMismatch, Terms, run_ranks
 from ep.exchange import check_tags
 
 TAG = Tag(0, 0, 0, 0, Kind.CHECK)
+TERMS = Terms(bucket=1024)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_the_header_finds_a_rank_out_of_step_on_a_transport_that_does_not(make, 
         )
         tag = TAG._replace(layer=int(transport.rank == culprit))
         with pytest.raises(TagMismatch) as raised:
-            exchange.dispatch(x, slots, weights.double(), tag=tag)
+            exchange.dispatch(x, slots, weights.double(), tag=tag, terms=TERMS)
         return raised.value
 
     for rank, error in enumerate(run_ranks(size, fn, timeout_s=20)):
@@ -74,7 +75,7 @@ def test_a_rank_that_fails_in_an_exchange_is_named_by_all_others(make, errors_of
         bad = transport.rank == 1
         x = torch.zeros(2, 5 if bad and not between else 4, dtype=torch.float64)
         slots, weights = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1, dtype=torch.float64)
-        arrivals = exchange.dispatch(x, slots, weights, tag=TAG).wait()
+        arrivals = exchange.dispatch(x, slots, weights, tag=TAG, terms=TERMS).wait()
         if bad:
             raise ArithmeticError("expert")
         exchange.combine(arrivals.x_ND[arrivals.rows_M], arrivals, tag=TAG).wait()
@@ -88,7 +89,7 @@ def test_more_tokens_than_a_round_takes_is_our_own_mistake(make, errors_of):
     def fn(transport):
         exchange = make(transport, num_slots=1, top_k=1, round_tokens=2)
         slots, weights = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1, dtype=torch.float64)
-        exchange.dispatch(torch.zeros(3, 4, dtype=torch.float64), slots, weights, tag=TAG)
+        exchange.dispatch(torch.zeros(3, 4, dtype=torch.float64), slots, weights, tag=TAG, terms=TERMS)
 
     _, raised = errors_of(1, fn)
     assert str(raised).startswith("(3, 2)")

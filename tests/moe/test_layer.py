@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from dbo import drive
-from ep import Exchange, ExchangeConfig, run_ranks
+from ep import Exchange, ExchangeConfig, Terms, run_ranks
 from moe import (
     ExpertPlacement,
     MoeConfig,
@@ -100,7 +100,7 @@ class Run:
             step=0,
             layer=3,
             track=track,
-            bucket=max(self.tokens),
+            terms=Terms(bucket=max(self.tokens)),
             positions_T=self.positions_T(rank),
         )
 
