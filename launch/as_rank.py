@@ -44,7 +44,7 @@ class Child:
 
     def trust_pulse(self) -> None:
         """The pulse watches now. A rank that is stopped is woken when rank 0 goes, so that it, too, ends in time."""
-        _on_parent_death(signal.SIGCONT)
+        on_parent_death(signal.SIGCONT)
 
     def _end_after_parent(self) -> NoReturn:
         while self._lifeline.recv(1):
@@ -72,7 +72,7 @@ def take_child(words: Sequence[str]) -> tuple[Child | None, list[str]]:
     rank, size = map(int, words[1].split("/"))
     lifeline = socket.socket(fileno=int(words[2]))
     lifeline.set_inheritable(False)
-    _on_parent_death(signal.SIGKILL)
+    on_parent_death(signal.SIGKILL)
     head = lifeline.recv(4, socket.MSG_WAITALL)
     text = lifeline.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL)
     if not text or json.loads(text)["parent"] != os.getppid():
@@ -130,6 +130,6 @@ class MarkedLines(io.TextIOBase):
             whole = whole[os.write(self._descriptor, whole) :]
 
 
-def _on_parent_death(number: signal.Signals) -> None:
+def on_parent_death(number: signal.Signals) -> None:
     """The signal that this process gets when the thread that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)

@@ -11,6 +11,7 @@ together and in which order; each part is somebody else's.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from runtime.process_ranks import ProcessRanks
 from runtime.progress import OnProgress
 from runtime.settling import Settled, settle
 
-from .as_rank import Child, hush
+from .as_rank import Child, hush, on_parent_death
 from .fields import config_fields, model_fields, version_fields
 from .meeting import Meeting
 from .place import ENDPOINTS, GroupFlags, Place, transport_of
@@ -70,6 +71,8 @@ def engine_of(config: EngineConfig, flags: GroupFlags, start: Start, telling: Te
         with Engine(config, on_plan=telling.on_plan, on_progress=telling.on_progress, on_notice=telling.say) as engine:
             yield engine
         return
+    if world.source == "torchrun":
+        on_parent_death(signal.SIGKILL)  # its agent does not watch over what it leaves when it is killed itself
     if world.size == 1:
         world = own_world(0, config.ranks)
     config = replace(config, ranks=world.size)

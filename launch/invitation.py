@@ -6,6 +6,7 @@ command line or in the environment, which others can look into. Knows files; doe
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,6 +18,8 @@ from pathlib import Path
 
 MIN_KEY_BYTES = 16
 POLL_S = 0.02
+LEFT_S = 3600.0
+"""Ranks meet within minutes: an older invitation is of a run that was killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +76,11 @@ def invitation_path(folder: Path, run_id: str) -> Path:
 
 
 def publish(invitation: Invitation, path: Path) -> None:
-    """Put it where the others look, whole at once; what a run that was killed left there goes."""
+    """Put it where the others look, whole at once; what runs that were killed left there goes."""
+    for left in path.parent.glob("run-*"):
+        with contextlib.suppress(FileNotFoundError):  # another run may clear up at the same time
+            if time.time() - left.stat().st_mtime > LEFT_S:
+                left.unlink()
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "wb") as file:

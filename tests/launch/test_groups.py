@@ -151,6 +151,21 @@ def test_torchrun_starts_a_group(mix, truth):
     )
 
 
+def test_when_torchrun_is_killed_its_ranks_end_too():
+    words = ["generate", "profiles/models/tiny-v3", "--num-blocks", "64", "--prompt", "x", "--ignore-eos"]
+    process = start([TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "launch", *words, "--max-tokens", "1900"])
+    assert process.stdout is not None
+    if not process.stdout.readline().startswith("==="):
+        pytest.fail(f"it did not start: {finish(process)}")
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    _, left = psutil.wait_procs(family, timeout=8.0)
+    for child in left:
+        child.kill()
+    process.communicate()
+    assert not left
+
+
 SHORT_FAULTS = [("gloo", "kill", "combine", 3), ("gloo", "stop", "dispatch", 0), ("mpi", "raise", "vote", 3)]
 ALL_FAULTS = [
     (transport, kind, where, rank)

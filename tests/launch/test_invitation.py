@@ -54,6 +54,16 @@ def test_what_is_published_is_for_its_owner_alone_and_nothing_else_is_left(tmp_p
     assert next(published(path, timeout_s=1.0)) == ONE
 
 
+def test_what_killed_runs_left_is_cleared_up_and_what_is_fresh_stays(tmp_path):
+    invitation = Invitation(host="127.0.0.1", port=1, key=b"k" * 32)
+    for name in ("run-old", "run-fresh", "other"):
+        publish(invitation, tmp_path / name)
+    for name in ("run-old", "other"):
+        os.utime(tmp_path / name, (0, 0))
+    publish(invitation, tmp_path / "run-new")
+    assert {path.name for path in tmp_path.iterdir()} == {"run-fresh", "run-new", "other"}
+
+
 def test_an_old_invitation_is_followed_by_the_new_one(tmp_path):
     path = tmp_path / "run"
     publish(ONE, path)
