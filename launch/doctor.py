@@ -26,7 +26,8 @@ Examples:
   serried doctor flight
   serried doctor flight/flight-rank0.json flight/flight-rank3.json --steps 8
 
-The exit code is 1 when the answer is not certain: the records do not agree, hold no verdict, or are of two runs.
+The exit code is 1 when the answer is not certain: the records do not agree or hold no verdict. Of a folder with records
+of several runs the newest run counts.
 """
 
 DONE, FAILED = 0, 1
@@ -62,9 +63,13 @@ def run(flags: DoctorFlags) -> int:
     """Print the answer; returns 1 when it is not certain. Raises Refusal for files that are no flight records."""
     with refusals():
         found = [read_flight(path) for path in find_files(flags.flight_files)]
+        found, older = newest_run(found) if all(path.is_dir() for path in flags.flight_files) else (found, [])
         diagnosis = diagnose_records(found)
     records = {record.rank: record for record in found}
     out = Console(highlight=False, soft_wrap=True)
+    if older:
+        ranks = join_ranks(sorted({record.rank for record in older}))
+        out.print(f"left out: the records that {ranks} of older runs left there", markup=False)
     doubts = find_doubts(diagnosis, records)
     for line in report(diagnosis, records, doubts, steps=flags.steps):
         out.print(line, markup=False)
@@ -82,6 +87,12 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
             raise ValueError(f"{path}: holds no {PATTERN}; give the folder that the run had as --flight-dir")
         files += inside
     return files
+
+
+def newest_run(found: Sequence[FlightRecord]) -> tuple[list[FlightRecord], list[FlightRecord]]:
+    """The records of the run that wrote last, and those of others: a smaller group leaves some of a larger one's."""
+    newest = max(found, key=lambda record: record.wall_ns).run
+    return [record for record in found if record.run == newest], [record for record in found if record.run != newest]
 
 
 def report(

@@ -47,7 +47,7 @@ def diagnose(paths: Sequence[Path]) -> Diagnosis:
 
 def diagnose_records(found: Iterable[FlightRecord]) -> Diagnosis:
     """The same from records, at least one."""
-    records = _by_rank(found)
+    records = _by_rank(list(found))
     verdicts = [record.verdict for record in records.values() if record.verdict is not None]
     verdict = max(verdicts, key=verdicts.count) if verdicts else None
     first = verdict.culprit if verdict is not None else min(records, key=lambda rank: (records[rank].place, rank))
@@ -67,7 +67,10 @@ def diagnose_records(found: Iterable[FlightRecord]) -> Diagnosis:
     )
 
 
-def _by_rank(found: Iterable[FlightRecord]) -> dict[int, FlightRecord]:
+def _by_rank(found: Sequence[FlightRecord]) -> dict[int, FlightRecord]:
+    runs = sorted({record.run for record in found})
+    if len(runs) > 1:
+        raise ValueError(f"flight files: are of {len(runs)} runs ({', '.join(runs)}); give the files of one run")
     records: dict[int, FlightRecord] = {}
     for record in sorted(found, key=lambda record: record.rank):
         if record.rank in records:

@@ -3,7 +3,7 @@
 Knows boards and files; does not know how the end came about, nor what several files say together (see `diagnosis`).
 A file is JSON, so that people can read it:
 
-    rank, size, pid, host      whose it is
+    run, rank, size, pid, host  whose it is; `run` is the same in all records of one start of a group, and in no other
     written_by                 "rank", or "pulse" where the rank could not write it any more
     monotonic_ns, wall_ns      both clocks when it was written: stamps are monotonic, machines agree on wall time only
     verdict, error             as on the board, or null; with the error its traceback
@@ -12,6 +12,7 @@ A file is JSON, so that people can read it:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -26,13 +27,15 @@ from .board import Board, Stamp, State
 from .verdict import Phase, Reason, Verdict, place_words
 
 NUM_STEPS = 64
-FORMAT = 1
+FORMAT = 2
+MOST_RANKS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightRecord:
     """What one rank's board said. `stamps`: of the last NUM_STEPS steps, oldest first."""
 
+    run: str
     rank: int
     size: int
     pid: int
@@ -70,11 +73,17 @@ def flight_path(directory: Path, rank: int) -> Path:
     return directory / f"flight-rank{rank}.json"
 
 
-def read_board(board: Board, *, written_by: str) -> FlightRecord:
+def run_name(key: bytes) -> str:
+    """The name of a run in its records: 16 hexadecimal digits that follow from the group's key and do not tell it."""
+    return hashlib.blake2b(key, digest_size=8, person=b"serried run").hexdigest()
+
+
+def read_board(board: Board, *, written_by: str, run: str = "") -> FlightRecord:
     """The record of what a board says now."""
     stamps = board.stamps()
     steps = sorted({stamp.step for stamp in stamps})[-NUM_STEPS:]
     return FlightRecord(
+        run=run,
         rank=board.rank,
         size=board.size,
         pid=board.pid,
@@ -100,12 +109,12 @@ def write_flight(record: FlightRecord, directory: Path) -> Path:
     return path
 
 
-def leave_flight(board: Board, directory: Path | None, *, written_by: str) -> None:
+def leave_flight(board: Board, directory: Path | None, *, written_by: str, run: str = "") -> None:
     """Write the board's record at the very end, where a disk that is full may not change how it ends."""
     if directory is None:
         return
     try:
-        write_flight(read_board(board, written_by=written_by), directory)
+        write_flight(read_board(board, written_by=written_by, run=run), directory)
     except OSError as error:
         say(f"serried: rank {board.rank} left no flight record: {error}")
 
@@ -124,9 +133,22 @@ def say(line: str) -> None:
 def read_flight(path: Path) -> FlightRecord:
     """The record in a file. Raises ValueError naming the file when it is not one, OSError when it cannot be read."""
     try:
-        return _from_json(json.loads(path.read_text("utf-8")))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: is not a flight record ({type(error).__name__}: {error})") from error
+        found = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: is not a flight record, for it is not JSON: {error}") from error
+    if not isinstance(found, dict) or "format" not in found:
+        raise ValueError(f"{path}: is not a flight record, for it has no format; a run with --flight-dir writes one")
+    if found["format"] != FORMAT:
+        raise ValueError(f"{path}: is a flight record of format {found['format']!r}; this program reads {FORMAT}")
+    try:
+        record = _from_json(found)
+    except KeyError as error:
+        raise ValueError(f"{path}: is not a whole flight record, for it has no {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: is not a flight record, for a field is wrong: {error}") from error
+    if not 0 <= record.rank < record.size <= MOST_RANKS:
+        raise ValueError(f"{path}: is of rank {record.rank} of {record.size}; a group has ranks 0 to size - 1")
+    return record
 
 
 def _to_json(record: FlightRecord) -> dict[str, Any]:
@@ -136,6 +158,7 @@ def _to_json(record: FlightRecord) -> dict[str, Any]:
     ]
     return {
         "format": FORMAT,
+        "run": record.run,
         "rank": record.rank,
         "size": record.size,
         "pid": record.pid,
@@ -153,9 +176,8 @@ def _to_json(record: FlightRecord) -> dict[str, Any]:
 
 
 def _from_json(found: Mapping[str, Any]) -> FlightRecord:
-    if found["format"] != FORMAT:
-        raise ValueError(f"format {found['format']}, this program reads {FORMAT}")
     return FlightRecord(
+        run=str(found["run"]),
         rank=int(found["rank"]),
         size=int(found["size"]),
         pid=int(found["pid"]),

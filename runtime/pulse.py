@@ -27,7 +27,7 @@ from ep.errors import SerriedError, TransportError
 
 from .bare import bare_command
 from .board import Board, Stamp, State
-from .flight import last_words, leave_flight, say
+from .flight import last_words, leave_flight, run_name, say
 from .handshake import Address, check_key
 from .judge import Limits
 from .pulse_process import VERDICT_BYTE, PulseConfig
@@ -54,6 +54,7 @@ class Pulse:
         process: subprocess.Popen[bytes],
         wake: socket.socket,
         directory: Path | None,
+        run: str,
         limits: Limits,
         on_verdict: Callable[[Verdict], None] | None,
     ) -> None:
@@ -61,6 +62,7 @@ class Pulse:
         self._process = process
         self._wake = wake
         self._directory = directory
+        self._run = run
         self._limits = limits
         self._on_verdict = on_verdict
         self._joined = threading.Event()
@@ -99,7 +101,15 @@ class Pulse:
         wake.sendall(len(config).to_bytes(4, "little") + config)
         process = _spawn(board, pulse_end, hub if isinstance(hub, socket.socket) else None)
         pulse_end.close()
-        return cls(board=board, process=process, wake=wake, directory=directory, limits=limits, on_verdict=on_verdict)
+        return cls(
+            board=board,
+            process=process,
+            wake=wake,
+            directory=directory,
+            run=run_name(key),
+            limits=limits,
+            on_verdict=on_verdict,
+        )
 
     @property
     def pid(self) -> int:
@@ -202,7 +212,7 @@ class Pulse:
         try:
             say(last_words(verdict, rank=self.board.rank, directory=self._directory))
             self.board.has_spoken = True
-            leave_flight(self.board, self._directory, written_by="rank")
+            leave_flight(self.board, self._directory, written_by="rank", run=self._run)
             self.board.flight_is_written = True
             if self._on_verdict is not None:
                 self._on_verdict(verdict)

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .board import Board, State
-from .flight import last_words, leave_flight, say
+from .flight import last_words, leave_flight, run_name, say
 from .frames import LinkError
 from .handshake import Address
 from .judge import Limits
@@ -208,5 +208,6 @@ class PulseProcess:
         if not ended_itself and not self._board.has_spoken:
             say(last_words(verdict, rank=self._board.rank, directory=self._config.directory))
         if not self._board.flight_is_written:
-            leave_flight(self._board, self._config.directory, written_by="pulse")
+            config = self._config
+            leave_flight(self._board, config.directory, written_by="pulse", run=run_name(config.key))
         self._patient.wait_gone(self._limits.end_s)

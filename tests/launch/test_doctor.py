@@ -157,10 +157,10 @@ def test_idle_time_before_the_last_wave_is_left_out():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{}", "is not a flight record (KeyError: 'format')"),
-        ("[1, 2", "is not a flight record (JSONDecodeError"),
+        ("{}", "is not a flight record, for it has no format; a run with --flight-dir writes one"),
+        ("[1, 2", "is not a flight record, for it is not JSON"),
         ("", "is not a flight record"),
-        ("[]", "is not a flight record (TypeError"),
+        ("[]", "is not a flight record, for it has no format"),
     ],
 )
 def test_a_file_that_is_no_flight_record_is_refused_by_name(tmp_path, capsys, text, words):
@@ -181,6 +181,21 @@ def test_what_is_not_there_is_refused_in_words(tmp_path, capsys):
     assert main(["doctor"]) == 2
     assert main(["doctor", str(tmp_path), "--steps", "0"]) == 2
     assert "steps is 0; it must be at least 1" in capsys.readouterr().err
+
+
+def test_of_a_folder_with_two_runs_the_newest_counts(tmp_path, capsys):
+    """A group of eight was recorded there before; four of its files are still there beside those of four ranks."""
+    hour = 3600 * 10**9
+    older = [
+        replace(one, run="older", wall_ns=one.wall_ns - hour) for one in (record(r, WAITED, size=8) for r in range(8))
+    ]
+    folder = write(write(tmp_path, older), [replace(one, run="newer") for one in group()])
+    assert main(["doctor", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "left out: the records that ranks 4, 5, 6 and 7 of older runs left there" in out
+    assert "rank 2 stopped first" in out
+    assert main(["doctor", *map(str, sorted(folder.glob("*.json")))]) == 2
+    assert "are of 2 runs (newer, older); give the files of one run" in capsys.readouterr().err
 
 
 def test_one_rank_given_twice_is_refused(tmp_path, capsys):

@@ -19,6 +19,7 @@ from runtime.flight import (
     leave_flight,
     read_board,
     read_flight,
+    run_name,
     write_flight,
 )
 from runtime.verdict import Phase, Reason, Verdict
@@ -87,11 +88,27 @@ def test_a_record_that_cannot_be_written_is_said_and_changes_nothing_else(tmp_pa
     os.close(board.descriptor)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": 99}', '{"format": 1, "rank": "x"}', "7"])
+@pytest.mark.parametrize(("rank", "size"), [(4, 4), (-1, 4), (0, 0), (0, 10**12)])
+def test_a_rank_that_no_group_has_is_refused(tmp_path, rank, size):
+    path = write_flight(replace(record(0, steps=1, phases=HUNG), rank=rank, size=size), tmp_path)
+    with pytest.raises(ValueError, match=f"is of rank {rank} of {size}; a group has ranks 0 to size - 1"):
+        read_flight(path)
+
+
+def test_runs_are_told_apart_by_a_name_that_does_not_tell_the_key():
+    names = {run_name(bytes([number]) * 32) for number in range(50)}
+    assert len(names) == 50
+    assert all(len(name) == 16 for name in names)
+    assert (b"\x07" * 32).hex()[:16] not in names
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"format": 99}', '{"format": 2, "rank": "x"}', '{"format": 2}', "7"]
+)
 def test_a_file_that_is_no_flight_record_is_named(tmp_path, content):
     path = tmp_path / "other.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"other\.json: is not a flight record"):
+    with pytest.raises(ValueError, match=r"other\.json: is (not a|not a whole|a) flight record"):
         read_flight(path)
 
 
