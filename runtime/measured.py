@@ -18,6 +18,7 @@ class MeasuredOperations:
 
     imbalance   rows that the fullest rank receives over the mean; 1.0 = level
     rows_per    how the exchange is built; the tables hold times of a row for each expert
+    hierarchical   one row a token and node over the network, and from there on inside the node (never measured)
     """
 
     tables: CostTables
@@ -25,6 +26,7 @@ class MeasuredOperations:
     redundant: int = 0
     imbalance: float = 1.0
     rows_per: RowsPer = "ranks"
+    hierarchical: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -67,7 +69,8 @@ class MeasuredOperations:
         back = tokens * traffic.combine_rows / traffic.rows_by_expert
         if self.ranks <= self.tables.node_size:
             return self._in_node_us(there, back)
-        return self._between_sizes_us(there, back)
+        kept = traffic.node_rows / (traffic.far * traffic.dispatch_rows) if self.hierarchical else 1.0
+        return self._between_sizes_us(there, back, kept=kept)
 
     def dense_us(self, tokens: float) -> float:
         """See `Operations`."""
@@ -83,8 +86,15 @@ class MeasuredOperations:
         leaving = ((self.ranks - 1) / self.ranks) / ((full.ranks - 1) / full.ranks)
         return _exchange_us(full, there * leaving, back * leaving)
 
-    def _between_sizes_us(self, there: float, back: float) -> float:
-        """On a line over the share of rows that leave the node: that share is what the time goes by."""
+    def _between_sizes_us(self, there: float, back: float, *, kept: float) -> float:
+        """On a line over the share of rows that leave the node: that share is what the time goes by.
+
+        Of those, `kept` are left when each node gets one row; all others travel inside nodes, as in a group of one.
+        """
+        if kept < 1.0:
+            flat_us = self._between_sizes_us(there, back, kept=1.0)
+            in_node_us = _exchange_us(self.tables.exchange[0], there, back)
+            return in_node_us + kept * (flat_us - in_node_us)
         sizes = self.tables.exchange
         above = next((i for i, table in enumerate(sizes) if table.ranks >= self.ranks), len(sizes) - 1)
         left, right = sizes[above - 1], sizes[above]

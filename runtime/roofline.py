@@ -95,6 +95,7 @@ class RooflineOperations:
     node_size: int = 8
     imbalance: float = 1.0
     rows_per: RowsPer = "ranks"
+    hierarchical: bool = False
     host_us: float = 0.0
 
     @property
@@ -135,8 +136,11 @@ class RooflineOperations:
             ranks=self.ranks, node_size=self.node_size, experts=shape.experts, top_k=shape.top_k, rows_per=self.rows_per
         )
         there = shape.hidden + 4 * shape.hidden // 128 if shape.fp8 else _BF16_BYTES * shape.hidden
+        back = _BF16_BYTES * shape.hidden
+        if self.hierarchical and traffic.nodes > 1:
+            return self._by_node_us(traffic, tokens, there + 16 + back)
         there_us = self._rows_us(traffic, tokens * traffic.dispatch_rows * (there + 16))
-        return there_us + self._rows_us(traffic, tokens * traffic.combine_rows * _BF16_BYTES * shape.hidden)
+        return there_us + self._rows_us(traffic, tokens * traffic.combine_rows * back)
 
     def dense_us(self, tokens: float) -> float:
         """See `Operations`."""
@@ -165,6 +169,16 @@ class RooflineOperations:
 
     def _bytes_us(self, num_bytes: float) -> float:
         return num_bytes / self.hardware.memory_bytes_per_s * _US
+
+    def _by_node_us(self, traffic: Traffic, tokens: float, row_bytes: float) -> float:
+        """One row a token and node over the network, then one to each rank that needs it: one after the other.
+
+        Every rank hands on inside its node what all others of its place sent there: as many rows as it sends itself.
+        """
+        near = self.hardware.link_bytes_per_s or self.hardware.memory_bytes_per_s
+        far = self.hardware.network_bytes_per_s or near
+        handed_on = traffic.dispatch_rows * traffic.near * traffic.nodes
+        return tokens * row_bytes * (traffic.node_rows / far + handed_on / near) * _US
 
     def _rows_us(self, traffic: Traffic, bytes_to_a_rank: float) -> float:
         """Without a link or a network of its own a device sends through its memory."""

@@ -4,6 +4,8 @@
     a row for each expert                4 rows: 1 to rank 0, 3 to rank 1
     a row for each rank                  2 rows: 1 to rank 0, 1 to rank 1
 
+    a row for each node (of two ranks)   1 row over the network, then 1 to each of the node's ranks that need it
+
 Pure arithmetic; knows no bytes and no time.
 """
 
@@ -54,7 +56,21 @@ class Traffic:
         return self.top_k / self.ranks
 
     @property
+    def nodes(self) -> int:
+        """Nodes that the group fills, the last one perhaps in part."""
+        return -(-self.ranks // self.node_size)
+
+    @property
+    def node_rows(self) -> float:
+        """Rows of one token over the network when each other node gets one: (M - 1) x the chance that it needs one."""
+        return (self.nodes - 1) * self._reached(self.experts / self.nodes)
+
+    @property
     def _rows_by_rank(self) -> float:
-        """The chance that one given rank holds any of a token's experts: 1 - C(E - E/R, k) / C(E, k)."""
-        elsewhere = self.experts - self.experts / self.ranks
+        """The chance that one given rank holds any of a token's experts."""
+        return self._reached(self.experts / self.ranks)
+
+    def _reached(self, held: float) -> float:
+        """The chance that any of a token's experts is among `held` of them: 1 - C(E - held, k) / C(E, k)."""
+        elsewhere = self.experts - held
         return 1.0 - math.prod([max(elsewhere - place, 0.0) / (self.experts - place) for place in range(self.top_k)])

@@ -16,7 +16,7 @@ from runtime.hardware import Hardware
 from runtime.measured import MeasuredOperations
 from runtime.model_config import read_model_config
 from runtime.roofline import CostShape, RooflineOperations
-from runtime.traffic import RowsPer
+from runtime.traffic import RowsPer, Traffic
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 TABLES = read_cost_tables(PROFILES / "hardware" / "h200.toml")
@@ -158,6 +158,31 @@ def test_the_exchange_as_built_costs_less_than_a_row_for_each_expert():
             for name in ("ranks", "slots", "experts")
         )
         assert by_rank < by_slot < by_expert
+
+
+@pytest.mark.parametrize(("ranks", "nodes_reached"), [(16, 1.00), (32, 2.71), (64, 4.63), (128, 6.12)])
+def test_rows_by_node_are_the_published_numbers_of_nodes_reached(ranks: int, nodes_reached: float):
+    traffic = Traffic(ranks=ranks, node_size=8, experts=256, top_k=8)
+    assert traffic.node_rows == pytest.approx(nodes_reached, abs=0.006)
+
+
+def test_by_node_the_network_costs_less_and_a_node_still_costs_what_it_did():
+    for ranks in (16, 32, 64, 128):
+        straight, by_node = (
+            MeasuredOperations(tables=TABLES, ranks=ranks, rows_per="experts", hierarchical=through).exchange_us(128)
+            for through in (False, True)
+        )
+        assert MeasuredOperations(tables=TABLES, ranks=8, rows_per="experts").exchange_us(128) < by_node < straight
+    in_node = [
+        MeasuredOperations(tables=TABLES, ranks=8, hierarchical=through).exchange_us(128) for through in (False, True)
+    ]
+    assert in_node[0] == in_node[1]
+    # 16 ranks: a token's one row to the other node instead of four, 50 GB/s; then on to 8 ranks over the link
+    peak = RooflineOperations(shape=V3, hardware=H200, ranks=16, hierarchical=True, rows_per="experts").exchange_us(128)
+    row_bytes = 7168 + 4 * 56 + 16 + 14336
+    chance = 1 - math.comb(128, 8) / math.comb(256, 8)
+    expected = 128 * row_bytes * (chance / 50e9 + 8 / 16 * 7 * 2 / 450e9) * 1e6
+    assert peak == pytest.approx(expected)
 
 
 def test_sizes_between_measured_ones_lie_between_them():
