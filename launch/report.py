@@ -10,13 +10,22 @@ from contextlib import contextmanager
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from runtime import EngineStats, RankStats
 
 LONG_LOAD = 2**30
 """Bytes from which loading is worth a bar."""
+
+
+@contextmanager
+def request_bar(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """A bar of requests that have ended, on a terminal; gone when they all have. Elsewhere nothing is written."""
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("requests", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 @contextmanager

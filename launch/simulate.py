@@ -27,6 +27,7 @@ from runtime.simulation_record import Measures, Run, Window
 
 from .models import find_hardware
 from .refusal import refusals
+from .report import request_bar
 from .timeline import Picture
 
 ABOUT = """\
@@ -125,7 +126,8 @@ def run(flags: SimulateFlags) -> int:
         setting = make_setting(flags)
         costs = StepCosts(MeasuredOperations(tables=setting.tables, ranks=flags.ranks))
         played = setting.scenario.play(setting.config, costs, seed=flags.seed, faults=setting.faults)
-    result = played.run()
+    with request_bar(Console(stderr=True)) as progress:
+        result = played.run(progress)
     measures = setting.scenario.measure(result)
     out = Console(highlight=False, soft_wrap=True)
     for line in headline(setting):

@@ -13,7 +13,7 @@ Knows when things happen; does not know what a scenario is for (see `scenarios`)
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -104,11 +104,16 @@ class Simulation:
         self._tokens = Tokens()
         self._verdict: Verdict | None = None
 
-    def run(self) -> Run:
-        """Until it is over. SimulationFailed names the rule that broke, the step and the seed."""
+    def run(self, on_progress: Callable[[int, int], None] | None = None) -> Run:
+        """Until it is over. SimulationFailed names the rule that broke, the step and the seed.
+
+        on_progress   called after every step with the requests that have ended, and with all
+        """
         try:
             while self._open and self._verdict is None:
                 self._step()
+                if on_progress is not None:
+                    on_progress(len(self._stories) - len(self._open), len(self._stories))
             if self._verdict is None and all(story.ended for story in self._stories):
                 self._come_to_rest()
         except (AssertionError, SerriedError) as error:

@@ -362,3 +362,12 @@ def test_devices_run_one_step_after_the_other():
     third = devices.run(plan, shapes, ready_us=1e9, factors=[1.0, 1.0])
     assert (first.begin_us, second.begin_us, third.begin_us) == (10.0, first.end_us, 1e9)
     assert second.length_us == pytest.approx(2 * first.length_us)
+
+
+def test_whoever_waits_is_told_how_many_requests_have_ended():
+    told: list[tuple[int, int]] = []
+    run = Simulation(small(), costs(4), crowd(4, outputs=5), seed=0).run(lambda done, total: told.append((done, total)))
+    total = len(run.stories)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert told[-1] == (total, total)
+    assert len(told) >= len(run.steps)
