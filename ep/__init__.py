@@ -1,6 +1,8 @@
 """ep: how ranks exchange rows. Transports, the exchange of tokens with expert slots, and the errors of the engine."""
 
-from .combine import wide
+from .blueprint import buffer_bytes
+from .capacity import CapacityPlan
+from .config import ExchangeConfig, choose
 from .errors import (
     CheckpointError,
     ExchangeMismatch,
@@ -10,18 +12,27 @@ from .errors import (
     TagMismatch,
     TransportError,
 )
-from .exchange import Arrivals, Exchange, ExchangeConfig, buffer_bytes
+from .exchange import Arrivals, Exchange
+from .hops import PairRows
+from .ops import ExchangeOps, exchange_ops
+from .rows import wide
+from .subgroup import ExchangeBytes
 from .terms import Terms
 from .threads import ThreadGroup, ThreadTransport, run_ranks
+from .topology import Topology
 from .transport import Kind, Pending, Tag, Transport
 
 __all__ = [
     "Arrivals",
+    "CapacityPlan",
     "CheckpointError",
     "Exchange",
+    "ExchangeBytes",
     "ExchangeConfig",
     "ExchangeMismatch",
+    "ExchangeOps",
     "Kind",
+    "PairRows",
     "PeerFailed",
     "Pending",
     "RequestError",
@@ -31,9 +42,12 @@ __all__ = [
     "Terms",
     "ThreadGroup",
     "ThreadTransport",
+    "Topology",
     "Transport",
     "TransportError",
     "buffer_bytes",
+    "choose",
+    "exchange_ops",
     "run_ranks",
     "wide",
 ]

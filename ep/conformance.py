@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .combine import wide
-from .exchange import Arrivals, Exchange, ExchangeConfig
+from .batches import ROUTINGS, GlobalBatch, count_off, expert, make_batch
+from .capacity import CapacityPlan
+from .config import ExchangeConfig
+from .exchange import Arrivals, Exchange
+from .ops import ExchangeOps
 from .reference import dense_combine
+from .rows import CODECS, RowFormat
 from .terms import Terms
+from .topology import Topology
 from .transport import Kind, Pending, Tag, Transport
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
@@ -68,13 +72,6 @@ def _content(source: Tensor, destination: Tensor, row: Tensor, trailing: Sequenc
     return columns.repeat(1, -(-size // 3))[:, :size].reshape(-1, *trailing).contiguous()
 
 
-def _count_off(counts: Sequence[int], device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """(rank, number) of each row: counts [2, 0, 1] -> [0, 0, 2], [0, 1, 0]."""
-    counts_R = torch.tensor(counts, device=device)
-    rank = torch.arange(len(counts), device=device).repeat_interleave(counts_R)
-    return rank, torch.arange(rank.shape[0], device=device) - (counts_R.cumsum(0) - counts_R)[rank]
-
-
 def _start_rows(
     transport: Transport,
     splits: Splits,
@@ -85,9 +82,9 @@ def _start_rows(
 ) -> tuple[Pending[Tensor], Tensor, Tensor]:
     """(pending, what should arrive, the send buffer)."""
     me, ranks = transport.rank, range(transport.size)
-    destination, row = _count_off([splits(me, rank) for rank in ranks], device)
+    destination, row = count_off([splits(me, rank) for rank in ranks], device)
     send = _content(torch.full_like(row, me), destination, row, trailing, dtype)
-    source, row = _count_off([splits(rank, me) for rank in ranks], device)
+    source, row = count_off([splits(rank, me) for rank in ranks], device)
     expected = _content(source, torch.full_like(row, me), row, trailing, dtype)
     pending = transport.all_to_all(
         torch.full_like(expected, 99),
@@ -143,105 +140,88 @@ def _check_reuse(transport: Transport, device: torch.device | str, tags: Iterato
         same(received, expected, "send buffer reused after wait")
 
 
-def expert(x_ND: Tensor, slots_N: Tensor) -> Tensor:
-    """A stand-in for an expert: depends on the slot, row by row, in x's dtype."""
-    scale_N = (slots_N % 13).to(x_ND.dtype)[:, None] / 8 + 0.5
-    return x_ND * scale_N + (slots_N % 5).to(x_ND.dtype)[:, None]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GlobalBatch:
-    """The tokens of all ranks. Every rank makes it from the seed, sends its own part and predicts the rest."""
-
-    num_tokens_R: tuple[int, ...]
-    x_GD: Tensor
-    slots_GK: Tensor
-    weights_GK: Tensor
-
-    def own(self, rank: int) -> slice:
-        begin = sum(self.num_tokens_R[:rank])
-        return slice(begin, begin + self.num_tokens_R[rank])
-
-    @property
-    def source_G(self) -> Tensor:
-        return _count_off(self.num_tokens_R, "cpu")[0]
-
-    @property
-    def place_G(self) -> Tensor:
-        """Each token's place among those of its rank."""
-        return _count_off(self.num_tokens_R, "cpu")[1]
-
-
-ROUTINGS = ("spread", "one slot", "one rank", "masked", "idle", "silent")
-"""What check_exchange routes. idle: ranks of odd number have no tokens; silent: none has any."""
-
-
-def make_batch(
-    routing: str, *, num_ranks: int, num_slots: int, hidden: int, top_k: int, dtype: torch.dtype, seed: int = 0
-) -> GlobalBatch:
-    """A batch of one of the ROUTINGS, the same for every caller."""
-    generator = torch.Generator().manual_seed(1000 * seed + ROUTINGS.index(routing))
-    num_tokens = [(5 * rank + 4) % 12 for rank in range(num_ranks)]
-    if routing == "idle":
-        num_tokens = [0 if rank % 2 else count for rank, count in enumerate(num_tokens)]
-    if routing == "silent":
-        num_tokens = [0] * num_ranks
-    total = sum(num_tokens)
-    if routing == "one slot":
-        slots = torch.full((total, top_k), num_slots - 1)
-    elif routing == "one rank":
-        slots = torch.randint(0, num_slots // num_ranks, (total, top_k), generator=generator)
-    elif top_k <= num_slots:
-        slots = torch.rand(total, num_slots, generator=generator).argsort(1)[:, :top_k]
-    else:
-        slots = torch.randint(0, num_slots, (total, top_k), generator=generator)
-    if routing == "masked":
-        slots = slots.where(torch.rand(total, top_k, generator=generator) < 0.5, -1)
-    x = torch.randn(total, hidden, dtype=torch.float64, generator=generator)
-    weights = torch.rand(total, top_k, dtype=torch.float64, generator=generator)
-    return GlobalBatch(tuple(num_tokens), x.to(dtype), slots, weights.to(wide(dtype)))
-
-
 def check_exchange(
     transport: Transport,
     *,
     config: ExchangeConfig,
     dtype: torch.dtype,
+    node_size: int | None = None,
+    plan: CapacityPlan | None = None,
     slots_per_rank: int = 3,
     hidden: int = 17,
     top_ks: Sequence[int] = (1, 3, 16),
     routings: Sequence[str] = ROUTINGS,
+    repeats: int = 1,
+    ops: ExchangeOps | None = None,
 ) -> None:
-    """Dispatch and combine of every routing, twice, against the prediction of what arrives and the dense sum."""
+    """Dispatch and combine of every routing, then again `repeats` times, against the prediction of what arrives and the
+    dense sum. A bounded exchange has to have room for everything: in a plan that leaves nothing behind."""
+    topology = Topology(num_ranks=transport.size, node_size=node_size or transport.size)
     steps = itertools.count()
     for top_k in top_ks:
         num_slots = slots_per_rank * transport.size
         exchange = Exchange(
-            transport, num_slots=num_slots, hidden=hidden, top_k=top_k, dtype=dtype, device="cpu", config=config
+            transport,
+            num_slots=num_slots,
+            hidden=hidden,
+            top_k=top_k,
+            dtype=dtype,
+            device="cpu",
+            config=config,
+            topology=topology,
+            plan=plan,
+            ops=ops,
         )
         for routing in routings:
             batch = make_batch(
-                routing, num_ranks=transport.size, num_slots=num_slots, hidden=hidden, top_k=top_k, dtype=dtype
+                routing,
+                num_ranks=transport.size,
+                num_slots=num_slots,
+                hidden=hidden,
+                top_k=top_k,
+                dtype=dtype,
+                node_size=topology.node_size,
             )
-            first = exchange_batch(exchange, batch, rank=transport.rank, step=next(steps))
-            again = exchange_batch(exchange, batch, rank=transport.rank, step=next(steps))
-            what = f"{routing}, top-{top_k}, {dtype}, {config.combine}, rank {transport.rank} of {transport.size}"
-            same(again, first, f"repeated, {what}")
+            what = f"{routing}, top-{top_k}, {dtype}, {config}, {topology}, rank {transport.rank}"
+            first = exchange_batch(exchange, batch, rank=transport.rank, step=next(steps), topology=topology)
+            for _ in range(repeats):
+                again = exchange_batch(exchange, batch, rank=transport.rank, step=next(steps), topology=topology)
+                same(again, first, f"repeated, {what}")
+            overflow = exchange.take_overflow()
+            assert overflow is None or not overflow, f"something was left behind, {what}"
+            exchange.check_faults()
             own = batch.own(transport.rank)
-            truth = dense_combine(batch.x_GD[own], batch.slots_GK[own], batch.weights_GK[own], expert)
+            x_TD = as_dispatched(batch.x_GD[own], config)
+            truth = dense_combine(x_TD, batch.slots_GK[own], batch.weights_GK[own], expert)
             _check_sum(first, truth, f"combine, {what}")
 
 
-def exchange_batch(exchange: Exchange, batch: GlobalBatch, *, rank: int, step: int) -> Tensor:
+def as_dispatched(x_TD: Tensor, config: ExchangeConfig) -> Tensor:
+    """What arrives of x."""
+    codec = CODECS[config.dispatch_dtype](x_TD.shape[1], x_TD.dtype)
+    word = RowFormat(1, torch.float32, codec.value_bytes).word
+    return codec.decode(codec.encode(x_TD, word)).clone()
+
+
+def exchange_batch(
+    exchange: Exchange,
+    batch: GlobalBatch,
+    *,
+    rank: int,
+    step: int,
+    topology: Topology | None = None,
+    exact: bool = False,
+) -> Tensor:
     """Send this rank's part of the batch through all rounds, checking every arrival; [T, D]."""
-    own, terms = batch.own(rank), Terms(bucket=max(batch.num_tokens_R))
+    topology = topology or Topology(num_ranks=len(batch.num_tokens_R), node_size=len(batch.num_tokens_R))
+    own, terms = batch.own(rank), Terms(bucket=max(batch.num_tokens_R), exact=exact)
     x, slots, weights = batch.x_GD[own], batch.slots_GK[own], batch.weights_GK[own]
     first_slot = rank * exchange.slots_per_rank
     outputs, counts_L = [], torch.zeros(exchange.slots_per_rank, dtype=torch.int64)
     for number, part in enumerate(exchange.round_slices(x.shape[0], terms)):
         tag = Tag(step, 0, 0, number, Kind.CHECK)
         arrivals = exchange.dispatch(x[part], slots[part], weights[part], tag=tag, terms=terms).wait()
-        _check_arrivals(arrivals, batch, exchange=exchange, rank=rank, number=number)
+        _check_arrivals(arrivals, batch, exchange=exchange, rank=rank, number=number, topology=topology)
         counts_L += torch.bincount(arrivals.slots_M, minlength=exchange.slots_per_rank)
         y = expert(arrivals.x_ND[arrivals.rows_M], arrivals.slots_M + first_slot)
         outputs.append(exchange.combine(y, arrivals, tag=tag).wait())
@@ -250,18 +230,26 @@ def exchange_batch(exchange: Exchange, batch: GlobalBatch, *, rank: int, step: i
     return torch.cat(outputs)
 
 
-def _check_arrivals(arrivals: Arrivals, batch: GlobalBatch, *, exchange: Exchange, rank: int, number: int) -> None:
+def _check_arrivals(
+    arrivals: Arrivals, batch: GlobalBatch, *, exchange: Exchange, rank: int, number: int, topology: Topology
+) -> None:
+    """Rows with a slot here are those that the batch has for it, by source; other rows are nobody's."""
     here_GK = (batch.slots_GK >= 0) & (batch.slots_GK // exchange.slots_per_rank == rank)
     now_G = batch.place_G // exchange.config.round_tokens == number
-    sent_G = here_GK.any(1) & now_G
-    pairs_MK = here_GK[sent_G].nonzero()
+    sent = (here_GK.any(1) & now_G).nonzero()[:, 0]
+    if exchange.config.hierarchical == "on":  # rows come from the gateways of the node, by the place of their source
+        source = batch.source_G[sent]
+        by_place = source % topology.node_size * topology.num_nodes + source // topology.node_size
+        sent = sent[by_place.argsort(stable=True)]
     what = f"rank {rank}, round {number}"
-    same(arrivals.x_ND, batch.x_GD[sent_G], f"rows, {what}")
-    same(arrivals.source_N, batch.source_G[sent_G], f"sources, {what}")
-    same(arrivals.rows_M, pairs_MK[:, 0], f"rows of pairs, {what}")
-    slots_M = batch.slots_GK[sent_G][here_GK[sent_G]] - rank * exchange.slots_per_rank
+    used_N = (arrivals.slots_NK >= 0).any(1)
+    same(arrivals.x_ND[used_N], as_dispatched(batch.x_GD[sent], exchange.config), f"rows, {what}")
+    same(arrivals.source_N[used_N], batch.source_G[sent], f"sources, {what}")
+    rows_M = used_N.nonzero()[:, 0][here_GK[sent].nonzero()[:, 0]]
+    same(arrivals.rows_M, rows_M, f"rows of pairs, {what}")
+    slots_M = batch.slots_GK[sent][here_GK[sent]] - rank * exchange.slots_per_rank
     same(arrivals.slots_M, slots_M, f"slots of pairs, {what}")
-    same(arrivals.weights_M, batch.weights_GK[sent_G][here_GK[sent_G]], f"weights of pairs, {what}")
+    same(arrivals.weights_M, batch.weights_GK[sent][here_GK[sent]], f"weights of pairs, {what}")
 
 
 def _check_sum(found: Tensor, truth: Tensor, what: str) -> None:

@@ -1,67 +1,89 @@
-"""Tokens to their experts and back: `dispatch` and `combine`, exact, in rounds through fixed buffers.
+"""Tokens to their experts and back: `dispatch` and `combine`, in rounds through fixed buffers.
 
-    dispatch   header  tag and counts to every rank; a rank at another place of the program is found here
-               rows    one packed row per (token, rank): | slots | weights | x | pad |
-    combine    rows    what the combine mode returns
+    dispatch   one packed row per (token, rank); or per (token, node), and from there to the ranks of the node
+    combine    the same way back, with what the combine mode returns
+
+What carries the rows is decided when the exchange is built: hops that tell how many rows come before they send them
+(exact), or hops with blocks of a fixed size (bounded), which may leave rows behind and then say so; one hop among all
+ranks, or two. A step with `terms.exact` takes exact hops always, through the same buffers.
 
 Knows slots and ranks, not experts, layers' weights or why a token goes where. All ranks make the same calls: a rank
 without tokens too.
 
-Legend: T tokens here, D model, K top-k, R ranks, N rows received, M (row, slot) pairs received, B bytes of a row.
+Legend: T tokens here, D model, K top-k, R ranks, N rows received, M (row, slot) pairs received.
 """
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from .combine import COMBINES, Combine, CombineMode, Sent, wide
-from .errors import TagMismatch
-from .layout import LocalPairs, local_pairs, send_layout
-from .posts import odd_one_out
+from .blueprint import Blueprint
+from .bounded import BoundedHop, Faults, Overflow
+from .capacity import CapacityPlan
+from .combine import COMBINES, Journey
+from .config import ExchangeConfig
+from .hops import FIRST, INSIDE, ExactHop, Hop, HopBuffers, Landed, PairRows, relay
+from .layout import LocalPairs, local_pairs
+from .ops import ExchangeOps, exchange_ops
+from .rows import Codec, Fp8Codec, Rows, wide
+from .subgroup import ExchangeBytes, Meter, Subgroup
+from .sums import Sums
 from .terms import Terms
-from .transport import Kind, Pending, Tag, Transport
-
-MOST_ROUND_TOKENS = 1 << 20
-"""Tokens of one round at most: more than any batch has, and buffers whose bytes can still be counted in 64 bits."""
+from .topology import Topology
+from .transport import Pending, Tag, Transport
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExchangeConfig:
-    """How expert ranks are reached."""
-
-    combine: CombineMode = "ranks"
-    """What returns: `ranks` one row per token and rank, fewest bytes; `slots` one row per token and slot, so that the
-    result does not depend on where experts sit."""
-
-    round_tokens: int = 1024
-    """Most tokens a rank sends at once; larger batches go in rounds. Sets the size of the exchange buffers."""
-
-    def __post_init__(self) -> None:
-        if self.combine not in COMBINES:
-            raise ValueError(f"combine = {self.combine!r}: must be one of {', '.join(COMBINES)}, for example ranks")
-        if self.round_tokens < 1:
-            raise ValueError(f"round_tokens = {self.round_tokens}: must be at least 1, for example 1024")
-        if self.round_tokens > MOST_ROUND_TOKENS:
-            raise ValueError(
-                f"round_tokens = {reprlib.repr(self.round_tokens)}: must be at most {MOST_ROUND_TOKENS}, "
-                "for example 1024"
-            )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)  # without slots: the pairs are found when they are first asked for
 class Arrivals:
-    """What this rank computes in one round. x_ND lies in a buffer: it is valid until the track's next dispatch."""
+    """What this rank computes in one round. Fields lie in buffers: they are valid until the round's combine.
 
-    x_ND: Tensor
-    """Rows in source-rank order, in each in the source's token order. Not contiguous: other fields lie between rows."""
-    pairs: LocalPairs
-    handle: Sent
+    A kernel may read x_ND, slots_NK and weights_NK as they are: a row without a slot carries nothing and costs nothing.
+    `pairs` and what follows from it leave such rows out; the host waits for the device then.
+    """
+
+    codec: Codec
+    values_NX: Tensor
+    """What the codec made of each row's values."""
+    slots_NK: Tensor
+    """int64: slots on this rank, 0 .. L - 1; -1 for none."""
+    weights_NK: Tensor
+    """In the wide dtype."""
+    source_N: Tensor
+    """int64: the rank that each row came from."""
+    handle: Journey
     """For combine only."""
+
+    @cached_property
+    def x_ND(self) -> Tensor:
+        """Rows in the run dtype, by source; exact and flat: in source-rank order, in each in the source's token order.
+        Not contiguous if they travel as they are: other fields lie between rows."""
+        return self.codec.decode(self.values_NX)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the run."""
+        return self.codec.dtype
+
+    @property
+    def fp8(self) -> tuple[Tensor, Tensor] | None:
+        """(fp8 [N, D], float32 scales [N, D / 128]) as they came, if that is how rows travel."""
+        return self.codec.fields(self.values_NX) if isinstance(self.codec, Fp8Codec) else None
+
+    @cached_property
+    def pairs(self) -> LocalPairs:
+        """Pairs in (row, top-k) order."""
+        return local_pairs(self.slots_NK, self.weights_NK)
+
+    def in_pair_order(self, y_MD: Tensor) -> PairRows:
+        """Results that lie in the order of `pairs`."""
+        is_pair_NK = self.slots_NK >= 0
+        number_NK = (is_pair_NK.flatten().cumsum(0) - 1).view(is_pair_NK.shape)
+        return PairRows(y_MD, number_NK.where(is_pair_NK, -1), self.pairs)
 
     @property
     def rows_M(self) -> Tensor:
@@ -77,67 +99,6 @@ class Arrivals:
     def weights_M(self) -> Tensor:
         """Each pair's weight, in the wide dtype."""
         return self.pairs.weights_M
-
-    @property
-    def source_N(self) -> Tensor:
-        """int64: the rank that each row came from."""
-        splits = torch.tensor(self.handle.recv_splits, device=self.x_ND.device)
-        return torch.repeat_interleave(torch.arange(len(splits), device=self.x_ND.device), splits)
-
-
-@dataclass(frozen=True, slots=True)
-class RowFormat:
-    """A packed row: K slots (int64), K weights (wide dtype), D of x (run dtype), padding to 8 bytes."""
-
-    hidden: int
-    top_k: int
-    dtype: torch.dtype
-
-    @property
-    def widths(self) -> tuple[int, int, int, int]:
-        """Bytes of the fields, in order."""
-        fields = 8 * self.top_k, wide(self.dtype).itemsize * self.top_k, self.dtype.itemsize * self.hidden
-        return *fields, -sum(fields) % 8
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.widths)
-
-    def fields(self, rows_NB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(slots_NK, weights_NK, x_ND) of packed rows, as views."""
-        slots_NB, weights_NB, x_NB, _ = rows_NB.split(self.widths, dim=1)
-        return slots_NB.view(torch.int64), weights_NB.view(wide(self.dtype)), x_NB.view(self.dtype)
-
-
-class _Buffers:
-    """One track's fixed memory. Made on the meta device to count it."""
-
-    def __init__(
-        self, row: RowFormat, *, round_tokens: int, num_ranks: int, combine: Combine, device: torch.device | str
-    ) -> None:
-        sent, returned = round_tokens * min(row.top_k, num_ranks), round_tokens * combine.rows_per_token(row.top_k)
-        self.packed_TB = torch.zeros(round_tokens, row.num_bytes, dtype=torch.uint8, device=device)
-        self.packed_fields = row.fields(self.packed_TB)
-        self.send_NB = torch.empty(sent, row.num_bytes, dtype=torch.uint8, device=device)
-        self.recv_NB = torch.empty(round_tokens * num_ranks, row.num_bytes, dtype=torch.uint8, device=device)
-        self.back_ND = torch.empty(returned, row.hidden, dtype=row.dtype, device=device)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in (self.packed_TB, self.send_NB, self.recv_NB, self.back_ND))
-
-
-def buffer_bytes(
-    *, num_ranks: int, hidden: int, top_k: int, dtype: torch.dtype, config: ExchangeConfig, num_tracks: int = 1
-) -> int:
-    """Bytes an Exchange allocates when it is built, on one rank. What comes and goes in a round is not in it: sums in
-    the wide dtype, a row for each row that arrived and for each token here."""
-    row = RowFormat(hidden, top_k, dtype)
-    combine = COMBINES[config.combine](num_ranks=num_ranks, slots_per_rank=1)
-    buffers = _Buffers(
-        row, round_tokens=config.round_tokens, num_ranks=num_ranks, combine=combine, device=torch.device("meta")
-    )
-    return num_tracks * buffers.num_bytes
 
 
 class Exchange:
@@ -158,24 +119,56 @@ class Exchange:
         device: torch.device | str,
         config: ExchangeConfig,
         num_tracks: int = 1,
+        topology: Topology | None = None,
+        plan: CapacityPlan | None = None,
+        ops: ExchangeOps | None = None,
     ) -> None:
-        assert num_slots % transport.size == 0, (num_slots, transport.size)
+        """topology: None, all ranks on one node. plan: of bounded blocks; None, what level routing needs. ops: None, in
+        torch."""
+        topology = topology or Topology(num_ranks=transport.size, node_size=transport.size)
+        assert topology.num_ranks == transport.size, (topology, transport.size)
+        self._blueprint = Blueprint(
+            topology=topology,
+            num_slots=num_slots,
+            hidden=hidden,
+            top_k=top_k,
+            dtype=dtype,
+            config=config,
+            plan=plan,
+        )
         self.slots_per_rank = num_slots // transport.size
         self.config = config
-        self._transport = transport
-        self._device = device
-        self._row = RowFormat(hidden, top_k, dtype)
-        self._combine = COMBINES[config.combine](num_ranks=transport.size, slots_per_rank=self.slots_per_rank)
-        self._tracks = [
-            _Buffers(
-                self._row,
-                round_tokens=config.round_tokens,
-                num_ranks=transport.size,
-                combine=self._combine,
-                device=device,
-            )
-            for _ in range(num_tracks)
-        ]
+        self._ops = ops or exchange_ops("reference")
+        self.rank, self.num_ranks = transport.rank, transport.size
+        self.hidden, self.top_k, self.dtype = hidden, top_k, dtype
+        self.device = device
+        self._codec = self._blueprint.codec
+        self._word = self._blueprint.row.word
+        self._may_overflow = any(hop.rows.may_overflow for hop in self._blueprint.places)
+        self._meter = Meter(topology, transport.rank)
+        self._overflow = Overflow(device)
+        groups = _groups(transport, topology, self._meter, num_hops=len(self._blueprint.specs))
+        self._faults = [Faults(group, device) for group in groups]
+        self._tracks = [self._build_track(groups) for _ in range(num_tracks)]
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether rows may be left behind, so that a step has to be run again with `terms.exact`."""
+        return self._may_overflow
+
+    def take_overflow(self) -> Tensor | None:
+        """Bool scalar on the device: something of this rank did not fit since the last call. None: nothing ever can."""
+        return self._overflow.take() if self._may_overflow else None
+
+    def check_faults(self) -> None:
+        """Raise TagMismatch if a bounded exchange met a rank at another place of the program. The host waits for the
+        device, so this is for when it reads the overflow flag anyway. (Exact ones raise by themselves.)"""
+        for faults in self._faults:
+            faults.check()
+
+    def take_bytes(self) -> ExchangeBytes:
+        """What this rank sent since the last call."""
+        return self._meter.take()
 
     def num_rounds(self, bucket: int) -> int:
         """Rounds that every rank makes when the rank with the most tokens has `bucket` of them; at least one."""
@@ -189,94 +182,87 @@ class Exchange:
         return [slice(begin, min(begin + size, num_tokens)) for begin in begins]
 
     def dispatch(
-        self,
-        x_TD: Tensor,
-        slots_TK: Tensor,
-        weights_TK: Tensor,
-        *,
-        tag: Tag,
-        terms: Terms,  # noqa: ARG002
+        self, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, *, tag: Tag, terms: Terms
     ) -> Pending[Arrivals]:
-        """Send one round: T <= round_tokens tokens of the run dtype, their slots (int64, -1 none), wide weights.
+        """Send one round, number tag.round: T <= round_tokens tokens of the run dtype, their slots (int64, -1 none),
+        wide weights.
 
-        Waits for the header, not for the rows. The tag's kind is set here.
+        Exact hops wait for a header, no other for anything; a second hop starts when this is waited for. The tag's kind
+        is set here.
         """
         self._check_input(x_TD, slots_TK, weights_TK)
-        sent = self._agree(slots_TK, weights_TK, tag)
-        buffers = self._tracks[tag.track]
-        for field, values in zip(buffers.packed_fields, (slots_TK, weights_TK, x_TD), strict=True):
-            field[: x_TD.shape[0]].copy_(values)
-        send_NB = buffers.send_NB[: sum(sent.layout.splits)]
-        torch.index_select(buffers.packed_TB, 0, sent.layout.tokens_N, out=send_NB)
-        rows = self._transport.all_to_all(
-            buffers.recv_NB[: sum(sent.recv_splits)],
-            send_NB,
-            recv_splits=sent.recv_splits,
-            send_splits=sent.layout.splits,
-            tag=tag._replace(kind=Kind.DISPATCH),
-        )
-        return rows.then(lambda rows_NB: self._unpack(rows_NB, sent))
+        exact, bounded = self._tracks[tag.track]
+        hops = exact if terms.exact or not bounded else bounded
+        terms = replace(terms, bucket=self._round_bucket(terms.bucket, tag.round))
+        assert x_TD.shape[0] <= terms.bucket, (x_TD.shape[0], terms.bucket)
+        origin_T = torch.full((x_TD.shape[0],), self.rank, dtype=torch.int64, device=x_TD.device)
+        rows = Rows(origin_T, slots_TK, weights_TK, self._ops.encode(self._codec, x_TD, self._word))
+        trails: list[object] = []
 
-    def combine(self, y_MD: Tensor, arrivals: Arrivals, *, tag: Tag) -> Pending[Tensor]:
-        """Return the experts' outputs, one for each pair of `arrivals`, unweighted, in the run dtype.
+        def leg(hop: Hop) -> Callable[[Rows], Pending[Rows]]:
+            def note(landed: Landed) -> Rows:
+                trails.append(landed.trail)
+                return landed.rows
+
+            return lambda rows: hop.send(rows, tag=tag, terms=terms).then(note)
+
+        def arrive(rows: Rows) -> Arrivals:
+            weights_NK = rows.weights_NK.clone()
+            journey = Journey(tuple(zip(hops, trails, strict=True)), weights_TK, weights_NK)
+            return Arrivals(self._codec, rows.values_NX, rows.slots_NK, weights_NK, rows.origin_N, journey)
+
+        return relay(rows, [leg(hop) for hop in hops]).then(arrive)
+
+    def combine(self, y: Tensor | PairRows, arrivals: Arrivals, *, tag: Tag) -> Pending[Tensor]:
+        """Return the experts' outputs, one for each pair of `arrivals`, unweighted, in the run dtype: in pair order, or
+        wherever an index says that they lie.
 
         The value is [T, D] for the tokens that this rank dispatched, in the run dtype, the weighted sum over their
         slots; zeros for a token without any.
         """
-        assert y_MD.shape == (arrivals.rows_M.shape[0], self._row.hidden), (y_MD.shape, arrivals.rows_M.shape)
-        assert y_MD.dtype is self._row.dtype, (y_MD.dtype, self._row.dtype)
-        sent = arrivals.handle
-        recv_splits, send_splits = self._combine.splits(sent)
-        rows = self._transport.all_to_all(
-            self._tracks[tag.track].back_ND[: sum(recv_splits)],
-            self._combine.give_back(y_MD, arrivals.pairs, arrivals.x_ND.shape[0]),
-            recv_splits=recv_splits,
-            send_splits=send_splits,
-            tag=tag._replace(kind=Kind.COMBINE),
-        )
-        return rows.then(lambda rows_ND: self._combine.take_back(rows_ND, sent).to(self._row.dtype))
+        if isinstance(y, Tensor):
+            assert y.shape[0] == arrivals.rows_M.shape[0], (y.shape, arrivals.rows_M.shape)
+            y = arrivals.in_pair_order(y)
+        assert y.rows_MD.shape[1] == self.hidden, (y.rows_MD.shape, self.hidden)
+        assert y.rows_MD.dtype is self.dtype, (y.rows_MD.dtype, self.dtype)
+        back = COMBINES[self.config.combine](y, arrivals.handle, tag)
+        return back.then(self._add_up)
+
+    def _add_up(self, sums: Sums) -> Tensor:
+        out_TD = sums.rows_MD.new_empty(sums.index_NJ.shape[0], self.hidden, dtype=self.dtype)
+        self._ops.add(sums, out_TD)
+        return out_TD
+
+    def _round_bucket(self, bucket: int, number: int) -> int:
+        """Most tokens that any rank has in this round."""
+        size = self.config.round_tokens
+        return min(size, max(bucket - number * size, 0))
 
     def _check_input(self, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> None:
-        num_tokens, row = x_TD.shape[0], self._row
+        num_tokens = x_TD.shape[0]
         assert num_tokens <= self.config.round_tokens, (num_tokens, self.config.round_tokens)
-        assert x_TD.shape == (num_tokens, row.hidden), (x_TD.shape, row.hidden)
-        assert x_TD.dtype is row.dtype, (x_TD.dtype, row.dtype)
-        assert slots_TK.shape == weights_TK.shape == (num_tokens, row.top_k), (slots_TK.shape, weights_TK.shape)
+        assert x_TD.shape == (num_tokens, self.hidden), (x_TD.shape, self.hidden)
+        assert x_TD.dtype is self.dtype, (x_TD.dtype, self.dtype)
+        assert slots_TK.shape == weights_TK.shape == (num_tokens, self.top_k), (slots_TK.shape, weights_TK.shape)
         assert slots_TK.dtype is torch.int64, slots_TK.dtype
-        assert weights_TK.dtype is wide(row.dtype), (weights_TK.dtype, row.dtype)
+        assert weights_TK.dtype is wide(self.dtype), (weights_TK.dtype, self.dtype)
 
-    def _agree(self, slots_TK: Tensor, weights_TK: Tensor, tag: Tag) -> Sent:
-        """Tell every rank where this one is and how much comes; learn the same of them."""
-        size = self._transport.size
-        layout = send_layout(slots_TK, slots_per_rank=self.slots_per_rank, num_ranks=size)
-        send_pairs = self._combine.count_pairs(slots_TK)
-        tag = tag._replace(kind=Kind.HEADER)
-        words = [[*tag, *counts] for counts in zip(layout.splits, send_pairs, strict=True)]
-        send = torch.tensor(words, dtype=torch.int64, device=self._device)
-        ones = (1,) * size
-        heard = self._transport.all_to_all(
-            torch.empty_like(send), send, recv_splits=ones, send_splits=ones, tag=tag
-        ).wait()
-        *tags, rows, pairs = zip(*heard.tolist(), strict=True)
-        check_tags(list(zip(*tags, strict=True)), rank=self._transport.rank)
-        return Sent(layout, slots_TK, weights_TK, rows, send_pairs, pairs)
-
-    def _unpack(self, rows_NB: Tensor, sent: Sent) -> Arrivals:
-        slots_NK, weights_NK, x_ND = self._row.fields(rows_NB)
-        pairs = local_pairs(slots_NK, weights_NK, rank=self._transport.rank, slots_per_rank=self.slots_per_rank)
-        return Arrivals(x_ND, pairs, sent)
+    def _build_track(self, groups: Sequence[Subgroup]) -> tuple[list[Hop], list[Hop]]:
+        """(exact hops, bounded hops or none) over buffers of their own."""
+        kinds = (FIRST, INSIDE)[: len(groups)]
+        buffers = [HopBuffers(*sizes, self.device) for sizes in self._blueprint.buffer_bytes]
+        parts = list(zip(groups, self._blueprint.specs, buffers, kinds, strict=True))
+        exact: list[Hop] = [ExactHop(*part, self._ops) for part in parts]
+        bounded: list[Hop] = [
+            BoundedHop(*part, self._ops, capacities=places, overflow=self._overflow, faults=faults)
+            for part, places, faults in zip(parts, self._blueprint.places, self._faults, strict=False)
+        ]
+        return exact, bounded
 
 
-def check_tags(words: Sequence[tuple[int, ...]], *, rank: int) -> None:
-    """Raise TagMismatch unless all ranks (by rank) said the same tag. All ranks hear the same, so all blame the same:
-    the smaller party, the higher rank of two. Holds on transports that do not compare tags themselves."""
-    odd = odd_one_out(words, range(len(words)))
-    if odd is not None:
-        culprit, expected = odd
-        raise TagMismatch(culprit, _tag(expected), _tag(words[culprit]), rank=rank, step=words[rank][0])
-
-
-def _tag(words: tuple[int, ...]) -> Tag:
-    """A rank at another place may have sent anything: a kind that is none stays a number."""
-    step, layer, track, number, kind = words
-    return Tag(step, layer, track, number, Kind(kind) if kind in set(Kind) else kind)  # type: ignore[arg-type]
+def _groups(transport: Transport, topology: Topology, meter: Meter, *, num_hops: int) -> list[Subgroup]:
+    """Whom this rank exchanges rows with in each hop."""
+    if num_hops == 1:
+        return [Subgroup(transport, range(transport.size), meter)]
+    rank = transport.rank
+    return [Subgroup(transport, members(rank), meter) for members in (topology.rail_members, topology.node_members)]

@@ -33,8 +33,8 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from .errors import TagMismatch, TransportError
-from .exchange import check_tags
 from .mail import MailTransport
+from .tags import check_tags
 from .transport import Pending, Tag, Transport
 from .wire import Bytes, Channel, Lost
 

@@ -28,6 +28,9 @@ class Kind(IntEnum):
     COMBINE = 3
     CHECK = 4
     MIGRATE = 5
+    NODE_HEADER = 6
+    NODE_DISPATCH = 7
+    NODE_COMBINE = 8
 
 
 class Tag(NamedTuple):

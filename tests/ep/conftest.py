@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ep import Exchange, ExchangeConfig, Kind, Tag, ThreadTransport, run_ranks
+from ep import Exchange, ExchangeConfig, Kind, Tag, ThreadTransport, Topology, run_ranks
 
 LIMIT_S = 20.0
 
@@ -53,7 +53,7 @@ def meet():
 
 @pytest.fixture
 def make():
-    """make(transport, num_slots=...): a small float64 Exchange, but for what is given."""
+    """make(transport, num_slots=...): a small float64 Exchange on one node, but for what is given."""
 
     def exchange(
         transport,
@@ -62,10 +62,12 @@ def make():
         hidden=4,
         top_k=2,
         dtype=torch.float64,
-        combine="ranks",
-        round_tokens=8,
         num_tracks=1,
+        node_size=None,
+        plan=None,
+        **config,
     ) -> Exchange:
+        config = {"exchange": "exact", "hierarchical": "off", "round_tokens": 8} | config
         return Exchange(
             transport,
             num_slots=num_slots,
@@ -73,8 +75,10 @@ def make():
             top_k=top_k,
             dtype=dtype,
             device="cpu",
-            config=ExchangeConfig(combine=combine, round_tokens=round_tokens),
+            config=ExchangeConfig(**config),
             num_tracks=num_tracks,
+            topology=Topology(num_ranks=transport.size, node_size=node_size or transport.size),
+            plan=plan,
         )
 
     return exchange

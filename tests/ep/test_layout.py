@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ep.layout import local_pairs, pair_order, pair_splits, ranks_of, send_layout
+from ep.layout import local_pairs, own_slots, pair_order, pair_splits, ranks_of, send_layout
 from ep.reference import loop_pairs, loop_send_tokens
 
 
@@ -17,18 +17,20 @@ def test_send_layout_by_hand():
     assert (layout.tokens_N.tolist(), layout.splits) == ([0, 2, 0, 1], [2, 2])
 
 
+def test_own_slots_by_hand():
+    slots_NK = torch.tensor([[0, 3], [3, 2], [-1, 1]])
+    assert own_slots(slots_NK, member=1, slots_per_member=2).tolist() == [[-1, 1], [1, 0], [-1, -1]]
+    assert own_slots(slots_NK, member=0, slots_per_member=2).tolist() == [[0, -1], [-1, -1], [-1, 1]]
+
+
 def test_local_pairs_by_hand():
-    pairs = local_pairs(
-        torch.tensor([[0, 3], [3, 2]]), torch.tensor([[0.1, 0.2], [0.3, 0.4]]), rank=1, slots_per_rank=2
-    )
+    pairs = local_pairs(torch.tensor([[-1, 1], [1, 0]]), torch.tensor([[0.1, 0.2], [0.3, 0.4]]))
     assert (pairs.rows_M.tolist(), pairs.slots_M.tolist()) == ([0, 1, 1], [1, 1, 0])
     assert torch.equal(pairs.weights_M, torch.tensor([0.2, 0.3, 0.4]))
 
 
 def test_pair_order_by_hand():
-    pairs = pair_order(torch.tensor([[3, 0], [1, -1]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), slots_per_rank=2)
-    assert (pairs.tokens_M.tolist(), pairs.arrived_M.tolist()) == ([0, 0, 1], [2, 0, 1])
-    assert pairs.weights_M.tolist() == [1.0, 2.0, 3.0]
+    assert pair_order(torch.tensor([[3, 0], [1, -1]]), slots_per_rank=2).tolist() == [[2, 0], [1, -1]]
 
 
 def test_no_slot_has_no_rank():
@@ -42,9 +44,9 @@ def test_nothing_to_send_is_an_ordinary_layout(shape):
     layout = send_layout(slots_TK, slots_per_rank=2, num_ranks=3)
     assert (layout.tokens_N.tolist(), layout.splits) == ([], [0, 0, 0])
     assert pair_splits(slots_TK, slots_per_rank=2, num_ranks=3) == [0, 0, 0]
-    pairs = local_pairs(slots_TK, torch.zeros(shape), rank=0, slots_per_rank=2)
+    pairs = local_pairs(own_slots(slots_TK, member=0, slots_per_member=2), torch.zeros(shape))
     assert pairs.rows_M.shape == pairs.slots_M.shape == pairs.weights_M.shape == (0,)
-    assert pair_order(slots_TK, torch.zeros(shape), slots_per_rank=2).arrived_M.shape == (0,)
+    assert torch.equal(pair_order(slots_TK, slots_per_rank=2), slots_TK)
 
 
 @st.composite
@@ -73,11 +75,11 @@ def test_every_pair_is_computed_once_on_its_rank_and_found_again(routing):
     assert pair_splits(slots_TK, slots_per_rank=slots_per_rank, num_ranks=num_ranks) == [len(part) for part in expected]
     computed = []
     for rank, part in enumerate(expected):
-        pairs = local_pairs(slots_TK, ids_TK, rank=rank, slots_per_rank=slots_per_rank)
+        pairs = local_pairs(own_slots(slots_TK, member=rank, slots_per_member=slots_per_rank), ids_TK)
         assert pairs.rows_M.tolist() == [token for token, _ in part]
         assert (pairs.slots_M + rank * slots_per_rank).tolist() == [int(slots_TK[place]) for place in part]
         assert pairs.weights_M.tolist() == [float(ids_TK[place]) for place in part]
         computed.append(pairs.weights_M)
-    order = pair_order(slots_TK, ids_TK, slots_per_rank=slots_per_rank)
-    assert torch.equal(torch.cat(computed)[order.arrived_M], order.weights_M)
-    assert order.weights_M.tolist() == ids_TK[slots_TK >= 0].tolist()
+    index_TK = pair_order(slots_TK, slots_per_rank=slots_per_rank)
+    assert torch.equal(index_TK < 0, slots_TK < 0)
+    assert torch.equal(torch.cat(computed)[index_TK[index_TK >= 0]], ids_TK[slots_TK >= 0])

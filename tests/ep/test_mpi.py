@@ -52,7 +52,15 @@ def run_ranks(size: int, folder: Path) -> list[dict]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "scenario",
-    ["conformance", "inference_mode", "every_length", "many_in_flight", "at_once_to_the_end", "in_two_groups"],
+    [
+        "conformance",
+        "exchange_modes",
+        "inference_mode",
+        "every_length",
+        "many_in_flight",
+        "at_once_to_the_end",
+        "in_two_groups",
+    ],
 )
 def test_mpi_passes_what_any_transport_must(reports, scenario):
     """in_two_groups: two groups in one world, at the same time, do not hear each other."""

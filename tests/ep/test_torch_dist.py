@@ -45,7 +45,8 @@ def report(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
-    "scenario", ["conformance", "inference_mode", "every_length", "many_in_flight", "at_once_to_the_end"]
+    "scenario",
+    ["conformance", "exchange_modes", "inference_mode", "every_length", "many_in_flight", "at_once_to_the_end"],
 )
 def test_gloo_passes_what_any_transport_must(report, scenario, size):
     assert report[f"{scenario} of {size}"] == ["passed"] * size

@@ -9,12 +9,13 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from itertools import cycle, product
 from pathlib import Path
 
 import psutil
 import torch
 
-from ep import ExchangeConfig, Kind, Tag, Transport, TransportError
+from ep import CapacityPlan, ExchangeConfig, Kind, Tag, Transport, TransportError
 from ep.conformance import check_exchange, check_transport, same
 from ep.envelope import HEADER_BYTES
 from ep.mail import LETTER_BYTES
@@ -73,8 +74,31 @@ def conformance(transport: Transport, _folder: Path) -> str:
     check_transport(transport)
     for combine in ("ranks", "slots"):
         for dtype in (torch.float64, torch.bfloat16):
-            config = ExchangeConfig(combine=combine, round_tokens=4)
-            check_exchange(transport, config=config, dtype=dtype, top_ks=(1, 16))
+            config = ExchangeConfig(exchange="exact", hierarchical="off", combine=combine, round_tokens=4)
+            check_exchange(
+                transport,
+                config=config,
+                dtype=dtype,
+                top_ks=(1, 16),
+                routings=("spread", "one slot", "masked", "silent"),
+            )
+    return "passed"
+
+
+def exchange_modes(transport: Transport, _folder: Path) -> str:
+    """Exact and bounded, both ways back, flat and over nodes; nodes of 1, 2 and 4 in turns."""
+    modes = product(("exact", "bounded"), ("off", "on"), ("ranks", "slots"))
+    node_sizes = cycle(size for size in (1, 2, 4) if transport.size % size == 0)
+    for exchange, hierarchical, combine in (*modes, ("bounded", "on", "slots")):
+        check_exchange(
+            transport,
+            config=ExchangeConfig(exchange=exchange, hierarchical=hierarchical, combine=combine, round_tokens=7),
+            dtype=torch.float64,
+            node_size=next(node_sizes),
+            plan=CapacityPlan.fixed(1 << 20, num_hops=2 if hierarchical == "on" else 1, combine=1 << 20),
+            top_ks=(4,),
+            routings=("spread", "idle"),
+        )
     return "passed"
 
 
@@ -239,7 +263,7 @@ def severed(transport: Transport, folder: Path) -> dict:
     return found
 
 
-PASSES = (conformance, inference_mode, every_length, many_in_flight, at_once_to_the_end, sockets)
+PASSES = (conformance, exchange_modes, inference_mode, every_length, many_in_flight, at_once_to_the_end, sockets)
 FAILS = (
     out_of_step,
     left_one_out,

@@ -1,0 +1,116 @@
+"""The sizes of an exchange before there is one: its hops, its blocks and its memory. Pure; nobody talks here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .bounded import bounded_bytes
+from .capacity import MOST_LEVEL, CapacityPlan, HopPlaces, HopShape, hop_shapes, places_of, uniform_plan
+from .config import ExchangeConfig
+from .hops import HopSpec
+from .rows import CODECS, BackFormat, Codec, RowFormat, wide
+from .topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """The sizes of an exchange: what it is built from, and what its memory is told from."""
+
+    topology: Topology
+    num_slots: int
+    hidden: int
+    top_k: int
+    dtype: torch.dtype
+    config: ExchangeConfig
+    plan: CapacityPlan | None = None
+    """None: what level routing needs."""
+
+    def __post_init__(self) -> None:
+        assert self.config.is_settled, f"{self.config}: what is auto has to be chosen before"
+        assert self.num_slots % self.topology.num_ranks == 0, (self.num_slots, self.topology.num_ranks)
+        self.config.refuse_narrow(self.dtype)
+
+    @property
+    def row(self) -> RowFormat:
+        return RowFormat(self.top_k, wide(self.dtype), self.codec.value_bytes)
+
+    @property
+    def codec(self) -> Codec:
+        """What values are on their way to the experts."""
+        return CODECS[self.config.dispatch_dtype](self.hidden, self.dtype)
+
+    @property
+    def specs(self) -> list[HopSpec]:
+        """Of each hop."""
+        specs: list[HopSpec] = []
+        most_rows = self.config.round_tokens
+        for shape in self._shapes:
+            fewest = min(self.top_k, shape.num_members)
+            spec = HopSpec(
+                num_members=shape.num_members,
+                slots_per_member=shape.slots_per_member,
+                most_rows=most_rows,
+                rows_back=fewest if self.config.combine == "ranks" else self.top_k,
+                row=self.row,
+                back=BackFormat(self.hidden, self.config.wire_dtype(self.dtype)),
+            )
+            specs.append(spec)
+            most_rows = spec.most_landing
+        return specs
+
+    @property
+    def places(self) -> list[HopPlaces]:
+        """Of each hop; empty where nothing is bounded."""
+        if self.config.exchange != "bounded":
+            return []
+        plan = self.plan or uniform_plan(self._shapes, self.topology, top_k=self.top_k, combine=self.config.combine)
+        return places_of(plan, self._shapes, top_k=self.top_k)
+
+    @property
+    def buffer_bytes(self) -> list[tuple[int, int]]:
+        """(bytes out, bytes in) of each hop's buffers on one track."""
+        sizes = [spec.exact_bytes for spec in self.specs]
+        for hop, places in enumerate(self.places):
+            dispatch, combine = (
+                size(self.config.round_tokens, MOST_LEVEL) for size in (places.dispatch, places.combine)
+            )
+            blocks = bounded_bytes(self.specs[hop], dispatch=dispatch, combine=combine)
+            sizes[hop] = max(sizes[hop][0], blocks[0]), max(sizes[hop][1], blocks[1])
+        return sizes
+
+    @property
+    def _shapes(self) -> tuple[HopShape, ...]:
+        slots_per_rank = self.num_slots // self.topology.num_ranks
+        return hop_shapes(self.topology, slots_per_rank=slots_per_rank, hierarchical=self.config.hierarchical == "on")
+
+
+def buffer_bytes(
+    *,
+    num_ranks: int,
+    hidden: int,
+    top_k: int,
+    dtype: torch.dtype,
+    config: ExchangeConfig,
+    num_tracks: int = 1,
+    num_slots: int | None = None,
+    topology: Topology | None = None,
+    plan: CapacityPlan | None = None,
+) -> int:
+    """Bytes an Exchange allocates when it is built, on one rank. What comes and goes in a round is not in it: sums in
+    the wide dtype, a row for each row that arrived and for each token here, and the pairs' rows of mode `slots`.
+
+    num_slots: of all ranks; bounded blocks depend on it, nothing else does.
+    """
+    assert num_slots is not None or config.exchange != "bounded", "bounded blocks depend on num_slots"
+    blueprint = Blueprint(
+        topology=topology or Topology(num_ranks=num_ranks, node_size=num_ranks),
+        num_slots=num_slots or num_ranks,
+        hidden=hidden,
+        top_k=top_k,
+        dtype=dtype,
+        config=config,
+        plan=plan,
+    )
+    return num_tracks * sum(out + into for out, into in blueprint.buffer_bytes)
