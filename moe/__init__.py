@@ -5,7 +5,8 @@ from ep import wide
 from .config import MoeConfig
 from .experts import ExpertBank, Fp8Scales
 from .layer import Mlp, MoeLayer, MoeOutput, MoeWeights, expert_shapes, mlp_shapes, router_shapes, shared_shapes
-from .placement import ExpertPlacement, PlacementTable, choose_slots, spread
+from .ops import MoeOps, moe_ops
+from .placement import ExpertPlacement, PlacementTable, choose_slots, most_copies, spread
 from .routing import Routing, count_experts, route
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Mlp",
     "MoeConfig",
     "MoeLayer",
+    "MoeOps",
     "MoeOutput",
     "MoeWeights",
     "PlacementTable",
@@ -23,6 +25,8 @@ __all__ = [
     "count_experts",
     "expert_shapes",
     "mlp_shapes",
+    "moe_ops",
+    "most_copies",
     "route",
     "router_shapes",
     "shared_shapes",

@@ -1,11 +1,15 @@
 """The bank: the weights of one rank's local slots, and what they do to the rows that arrived.
 
-Knows slots 0..L-1 only: not which expert sits in one, not where rows come from, not their combine weights.
+Knows slots 0..L-1 only: not which expert sits in one, not where rows come from, not their combine weights. To whoever
+moves an expert, a slot is its *blob*: the bytes of all its tensors one after the other, scales included.
 
-Legend: N rows received, M (row, slot) pairs received, D model, F expert hidden, L local slots; f, d blocks of F and D.
+Legend: N rows received, M (row, slot) pairs received, D model, F expert hidden, L local slots; f, d blocks of F and D;
+B bytes of a blob.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +49,34 @@ class ExpertBank:
     def num_slots(self) -> int:
         return self.gate_up_L2FD.shape[0]
 
+    @property
+    def blob_bytes(self) -> int:
+        """B, the same for every slot."""
+        return sum(tensor[:1].nbytes for tensor in _tensors(self))
+
+    def blob(self, slot: int) -> Tensor:
+        """uint8 [B], a copy: what `write_blob` takes."""
+        return torch.cat(self._bytes_of(slot))
+
+    def write_blob(self, slot: int, blob_B: Tensor) -> None:
+        """Overwrite one slot in place, scales and all."""
+        assert blob_B.shape == (self.blob_bytes,), f"{tuple(blob_B.shape)} bytes for slots of {self.blob_bytes}"
+        parts = self._bytes_of(slot)
+        for part, values in zip(parts, blob_B.split([part.shape[0] for part in parts]), strict=True):
+            part.copy_(values)
+
+    def copy_bytes(self, slot: int, begin: int, out: Tensor) -> None:
+        """Fill uint8 `out` with the part of a slot's blob that starts at byte `begin`."""
+        for part in self._bytes_of(slot):
+            piece = part[max(begin, 0) : max(begin + out.shape[0], 0)]
+            place = max(-begin, 0)
+            out[place : place + piece.shape[0]] = piece
+            begin -= part.shape[0]
+
+    def _bytes_of(self, slot: int) -> list[Tensor]:
+        """Every tensor of a slot as a flat uint8 view."""
+        return [tensor[slot].view(-1).view(torch.uint8) for tensor in _tensors(self)]
+
     def slot_weights(self, slot: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(gate_up [2F, D], down [D, F]) of one slot: views in the run dtype, or dequantised copies of fp8."""
         gate_up_2FD, down_DF = self.gate_up_L2FD[slot], self.down_LDF[slot]
@@ -74,6 +106,16 @@ class ExpertBank:
                 part_ND = x_ND.index_select(0, sorted_rows_M[start:stop])
                 y_MD.index_copy_(0, order_M[start:stop], gated_mlp(part_ND, *self.slot_weights(slot, x_ND.dtype)))
         return y_MD
+
+
+def _tensors(holder: Any) -> Iterator[Tensor]:
+    """Every tensor of a dataclass and of those in it, in field order: a new one cannot be left behind in a move."""
+    for field in fields(holder):
+        value = getattr(holder, field.name)
+        if isinstance(value, Tensor):
+            yield value
+        elif is_dataclass(value):
+            yield from _tensors(value)
 
 
 def gated_mlp(x_TD: Tensor, gate_up_2FD: Tensor, down_DF: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from ep import Exchange, Kind, Pending, Tag, Terms
 
 from .config import MoeConfig
 from .experts import ExpertBank, gated_mlp
-from .placement import PlacementTable, choose_slots
-from .routing import count_experts, route
+from .ops import MoeOps, moe_ops
+from .placement import PlacementTable
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -56,16 +56,24 @@ class MoeOutput(NamedTuple):
     """Routed plus shared experts, in x's dtype; the residual is not added. A padded row: the shared expert's alone."""
     counts_E: Tensor
     """int64 pairs that this rank's tokens sent to each expert; the sum is (tokens not padded) x top_k."""
-    num_pairs: int
-    """Pairs that this rank's own experts computed, wherever their tokens came from."""
+    num_pairs: int | Tensor
+    """Pairs that this rank's own experts computed, wherever their tokens came from; on a GPU the host does not know."""
 
 
 class MoeLayer:
     """One MoE layer on one rank; any number of `stages` of it may be under way, one a track."""
 
     def __init__(
-        self, config: MoeConfig, weights: MoeWeights, *, exchange: Exchange, table: PlacementTable, rank: int
+        self,
+        config: MoeConfig,
+        weights: MoeWeights,
+        *,
+        exchange: Exchange,
+        table: PlacementTable,
+        rank: int,
+        ops: MoeOps | None = None,
     ) -> None:
+        """ops: None, in torch."""
         gate_shape = tuple(weights.gate_ED.shape)
         assert gate_shape == (config.num_experts, config.hidden_size), f"gate is {gate_shape}"
         assert config.has_bias == (weights.bias_E is not None), f"method {config.method}, bias {weights.bias_E}"
@@ -75,6 +83,7 @@ class MoeLayer:
         self._exchange = exchange
         self._table = table
         self._rank = rank
+        self._ops = ops or moe_ops("reference")
 
     def stages(
         self, x_TD: Tensor, *, step: int, layer: int, track: int, terms: Terms, positions_T: Tensor
@@ -85,27 +94,34 @@ class MoeLayer:
         may be 0. `positions_T` int64 are the tokens' positions in their requests; a padded row has -1: it is sent
         nowhere and counted nowhere.
         """
-        routing = route(x_TD, self._weights.gate_ED, self._weights.bias_E, self._config)
-        experts_TK = routing.experts_TK.masked_fill(positions_T.unsqueeze(1) < 0, -1)
-        slots_TK = choose_slots(experts_TK, self._table, rank=self._rank, positions_T=positions_T)
-        shared_TD = counts_E = None
+        weights, ops = self._weights, self._ops
+        routed = ops.route(
+            x_TD,
+            weights.gate_ED,
+            weights.bias_E,
+            self._config,
+            table=self._table,
+            rank=self._rank,
+            positions_T=positions_T,
+        )
+        rows_per_slot = terms.bucket * self._config.top_k / weights.bank.num_slots
+        shared_TD = None
         parts: list[Tensor] = []
         num_pairs = 0
         for index, part in enumerate(self._exchange.round_slices(x_TD.shape[0], terms)):
             tag = Tag(step=step, layer=layer, track=track, round=index, kind=Kind.DISPATCH)
             on_the_way = self._exchange.dispatch(
-                x_TD[part], slots_TK[part], routing.weights_TK[part], tag=tag, terms=terms
+                x_TD[part], routed.slots_TK[part], routed.weights_TK[part], tag=tag, terms=terms
             )
-            if index == 0:  # what needs nobody else runs while the first rows travel
-                counts_E = count_experts(experts_TK, self._config.num_experts)
-                shared_TD = self._weights.shared(x_TD) if self._weights.shared else None
+            if index == 0 and weights.shared:  # what needs nobody else runs while the first rows travel
+                shared_TD = ops.mlp(x_TD, weights.shared.gate_up_2FD, weights.shared.down_DF)
             arrivals = yield on_the_way
-            num_pairs += arrivals.rows_M.shape[0]
-            y_MD = self._weights.bank.apply(arrivals.x_ND, arrivals.rows_M, arrivals.slots_M)
-            parts.append((yield self._exchange.combine(y_MD, arrivals, tag=tag._replace(kind=Kind.COMBINE))))
-        assert counts_E is not None, "an exchange has at least one round"
+            computed = ops.experts(arrivals, weights.bank, rows_per_slot=rows_per_slot)
+            num_pairs += computed.num_pairs
+            back = self._exchange.combine(computed.rows, arrivals, tag=tag._replace(kind=Kind.COMBINE))
+            parts.append((yield back))
         out_TD = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return MoeOutput(out_TD if shared_TD is None else out_TD + shared_TD, counts_E, num_pairs)
+        return MoeOutput(out_TD if shared_TD is None else out_TD + shared_TD, routed.counts_E, num_pairs)
 
 
 def mlp_shapes(hidden_size: int, intermediate_size: int) -> Shapes:

@@ -18,7 +18,7 @@ from ep import wide
 from .config import MoeConfig
 from .experts import ExpertBank, Fp8Scales
 from .layer import Mlp, MoeWeights
-from .quant import quantize_blocks
+from .quant import dequantize_rows, quantize_blocks, quantize_rows
 from .routing import Routing
 
 
@@ -55,6 +55,17 @@ def run_expert(x_TD: Tensor, bank: ExpertBank, slot: int) -> Tensor:
     gate_up_2FD, down_DF = bank.slot_weights(slot, x_TD.dtype)
     gate_FD, up_FD = gate_up_2FD.chunk(2)
     return (functional.silu(x_TD @ gate_FD.T) * (x_TD @ up_FD.T)) @ down_DF.T
+
+
+def run_fp8_expert(x_TD: Tensor, bank: ExpertBank, slot: int) -> Tensor:
+    """float64 [T, D]: one slot of an fp8 bank on every row, rounded to fp8 where kernels round, and nowhere else."""
+    gate_up_2FD, down_DF = bank.slot_weights(slot, torch.float64)
+    gate_TF, up_TF = functional.linear(_through_fp8(x_TD), gate_up_2FD).chunk(2, dim=1)
+    return functional.linear(_through_fp8(functional.silu(gate_TF) * up_TF), down_DF)
+
+
+def _through_fp8(x_TD: Tensor) -> Tensor:
+    return dequantize_rows(*quantize_rows(x_TD), torch.float64)
 
 
 def random_weights(config: MoeConfig, *, seed: int, dtype: torch.dtype) -> MoeWeights:

@@ -77,7 +77,9 @@ class Run:
             top_k=config.top_k,
             dtype=self.weights.gate_ED.dtype,
             device=torch.device("cpu"),
-            config=ExchangeConfig(combine=self.combine, round_tokens=self.round_tokens),
+            config=ExchangeConfig(
+                exchange="exact", hierarchical="off", combine=self.combine, round_tokens=self.round_tokens
+            ),
             num_tracks=self.num_tracks,
         )
         held = take_slots(self.weights.bank, placement.experts_of(transport.rank))

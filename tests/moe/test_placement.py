@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe import ExpertPlacement, PlacementTable, choose_slots, spread
+from moe import ExpertPlacement, PlacementTable, choose_slots, most_copies, spread
 
 
 def table_of(*slots: list[int]) -> PlacementTable:
@@ -133,3 +133,90 @@ def test_the_same_input_picks_the_same_copy() -> None:
 def pick(expert: int, *, rank: int, positions_T: torch.Tensor) -> torch.Tensor:
     experts_TK = torch.full((len(positions_T), 1), expert)
     return choose_slots(experts_TK, COPIES, rank=rank, positions_T=positions_T).flatten()
+
+
+@pytest.mark.parametrize(("num_experts", "num_ranks", "num_redundant"), [(5, 3, 2), (32, 4, 8), (7, 7, 30), (9, 2, 9)])
+def test_redundant_copies_are_even_and_never_on_a_rank_that_has_the_expert(
+    num_experts: int, num_ranks: int, num_redundant: int
+) -> None:
+    placement = spread(num_experts, num_ranks, num_redundant)
+    held = [[e for e in placement.experts_of(rank) if e >= 0] for rank in range(num_ranks)]
+    assert placement.slots_per_rank == -(-(num_experts + num_redundant) // num_ranks)
+    assert max(map(len, held)) - min(map(len, held)) <= 1
+    assert all(len(set(experts)) == len(experts) for experts in held)
+    everywhere = sorted(expert for experts in held for expert in experts)
+    assert everywhere == sorted(copy % num_experts for copy in range(num_experts + num_redundant))
+
+
+def test_spread_with_copies_as_drawn_in_its_docstring() -> None:
+    assert spread(5, 3, 2).slot_experts == (0, 1, 2, 3, 4, -1, 0, 1, -1)
+    assert spread(5, 3, 0) == spread(5, 3)
+
+
+def test_more_copies_than_ranks_have_use_for_are_refused() -> None:
+    for wrong, legal in ((11, 10), (-1, 0)):
+        with pytest.raises(
+            ValueError, match=rf"redundant_experts {wrong} must be from 0 to 10: .* so {legal} would do"
+        ):
+            spread(5, 3, wrong)
+    assert spread(5, 3, 10).slots_per_rank == 5
+    assert [most_copies(3, redundant) for redundant in (0, 1, 2, 9)] == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_copies", [2, 3, 4, 8])
+@pytest.mark.parametrize("node_size", [1, 2, 8])
+def test_copies_share_tokens_within_15_percent_of_their_mean(top_k: int, num_copies: int, node_size: int) -> None:
+    """8 ranks, every expert with copies on `num_copies` of them; each rank looks up its own table."""
+    num_experts, num_ranks = 8, 8
+    rows = [sorted((expert + 3 * copy) % num_ranks for copy in range(num_copies)) for expert in range(num_experts)]
+    held = [[expert for expert, ranks in enumerate(rows) if rank in ranks] for rank in range(num_ranks)]
+    slots = tuple(expert for experts in held for expert in experts)
+    placement = ExpertPlacement(num_ranks=num_ranks, slots_per_rank=num_copies, slot_experts=slots)
+    landed = torch.zeros(len(slots))
+    for rank in range(num_ranks):
+        noise = torch.Generator().manual_seed(rank)
+        experts_TK = torch.rand(4096, num_experts, generator=noise).argsort(dim=1)[:, :top_k]
+        table = placement.table(rank=rank, node_size=node_size)
+        positions_T = torch.randint(0, 4096, (4096,), generator=noise)
+        landed += (
+            choose_slots(experts_TK, table, rank=rank, positions_T=positions_T).flatten().bincount(minlength=len(slots))
+        )
+    for expert in range(num_experts):
+        copies = landed[[slot for slot, held_ in enumerate(slots) if held_ == expert]]
+        assert copies.max() / copies.mean() < 1.15
+
+
+def test_a_rank_prefers_its_own_copy_and_then_its_nodes() -> None:
+    placement = ExpertPlacement(num_ranks=4, slots_per_rank=1, slot_experts=(0, 1, 0, 1))
+    experts_TK = torch.tensor([[0, 1]] * 64)
+    positions_T = torch.arange(64)
+    own = choose_slots(experts_TK, placement.table(rank=2), rank=2, positions_T=positions_T)
+    assert set(own[:, 0].tolist()) == {2}
+    assert set(own[:, 1].tolist()) == {1, 3}
+    near = choose_slots(experts_TK, placement.table(rank=2, node_size=2), rank=2, positions_T=positions_T)
+    assert set(map(tuple, near.tolist())) == {(2, 3)}
+
+
+def test_a_tokens_choices_do_not_go_together() -> None:
+    """Two experts with two copies each: all four pairs of copies are equally common."""
+    table = table_of([0, 1], [2, 3])
+    slots_TK = choose_slots(torch.tensor([[0, 1]] * 4096), table, rank=0, positions_T=torch.full((4096,), 9))
+    pairs = (2 * slots_TK[:, 0] + slots_TK[:, 1] - 2).bincount(minlength=4)
+    assert pairs.max() < 1.15 * 1024
+
+
+def test_a_table_is_rewritten_in_place_when_the_placement_changes() -> None:
+    old, new = spread(6, 3, 3), ExpertPlacement(num_ranks=3, slots_per_rank=3, slot_experts=(0, 1, 2, 3, 4, 0, 5, 0, 1))
+    width = most_copies(3, 3)
+    table = old.table(rank=1, width=width)
+    held = table.slots_EX, table.copies_E, table.bounds_EX
+    assert [tensor.shape[-1] for tensor in held] == [3, 7, 3]
+    table.write(new.table(rank=1, width=width))
+    for tensor, fresh in zip(held, (table.slots_EX, table.copies_E, table.bounds_EX), strict=True):
+        assert tensor is fresh
+    experts_TK = torch.arange(6).repeat(50, 1)
+    slots_TK = choose_slots(experts_TK, table, rank=1, positions_T=torch.arange(50))
+    assert torch.equal(torch.tensor(new.slot_experts)[slots_TK], experts_TK)
+    with pytest.raises(AssertionError, match=r"\(7, 2\) over \(7, 3\)"):
+        table.write(old.table(rank=1))
