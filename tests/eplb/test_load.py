@@ -1,9 +1,12 @@
 """Counting experts over a window, and how even a placement makes them."""
 
+import time
+
 import pytest
 import torch
 
-from eplb import ExpertLoad, balancedness, rank_loads
+from eplb import ExpertLoad, LoadWindow, balancedness, rank_loads
+from eplb.load import WEIGHT_UNIT
 
 
 def counts(num_tokens: int, top_k: int, *, num_layers: int = 3, num_experts: int = 8, seed: int = 0) -> torch.Tensor:
@@ -66,3 +69,57 @@ def test_balancedness_of_a_published_rebalance() -> None:
     slots = [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1]
     assert rank_loads(weights, slots, 8) == [121.5, 86.5, 125, 113, 147.5, 131.5, 156, 152]
     assert balancedness(weights, slots, 8) == pytest.approx(0.8277, abs=1e-4)
+
+
+@pytest.mark.parametrize(("window", "parts"), [(1, 1), (4, 1), (10, 3), (12, 4), (5, 8)])
+def test_the_window_slides_by_parts_and_holds_its_steps(window: int, parts: int) -> None:
+    load = ExpertLoad(3, 8, window=window, parts=parts)
+    steps = [(counts(tokens, 2, seed=tokens), tokens) for tokens in range(40)]
+    for done, (counts_YE, num_tokens) in enumerate(steps, start=1):
+        load.add(counts_YE, num_tokens=num_tokens)
+        load.check_conserved(2)
+        assert min(done, window) <= load.num_steps < window + 2 * -(-window // parts)
+        inside = steps[done - load.num_steps : done]
+        assert load.num_tokens == sum(tokens for _, tokens in inside)
+        assert torch.equal(load.counts_YE, sum(counts_YE for counts_YE, _ in inside))
+
+
+def test_the_weighted_view_favours_newer_parts_and_conserves() -> None:
+    load = ExpertLoad(3, 8, window=6, parts=3)
+    steps = [(counts(tokens, 2, seed=tokens), tokens) for tokens in (3, 5, 8, 1, 9)]
+    for counts_YE, num_tokens in steps:
+        load.add(counts_YE, num_tokens=num_tokens)
+    view = load.weighted(0.5)
+    weights = [WEIGHT_UNIT // 4] * 2 + [WEIGHT_UNIT // 2] * 2 + [WEIGHT_UNIT]  # parts of two steps, the last not full
+    assert torch.equal(view.counts_YE, sum(w * counts_YE for w, (counts_YE, _) in zip(weights, steps, strict=True)))
+    assert view.num_tokens == sum(w * tokens for w, (_, tokens) in zip(weights, steps, strict=True))
+    view.check_conserved(2)
+    assert torch.equal(load.weighted(1.0).counts_YE, WEIGHT_UNIT * load.counts_YE)
+
+
+def test_words_bring_a_window_to_other_ranks_and_their_sum_is_the_groups() -> None:
+    windows = [
+        LoadWindow(counts_YE=counts(tokens, 2, seed=tokens), num_tokens=tokens, num_steps=4) for tokens in (5, 0, 9)
+    ]
+    words = torch.stack([window.to_words() for window in windows])
+    assert words.dtype == torch.int64
+    read = [LoadWindow.from_words(row, num_layers=3, num_experts=8) for row in words]
+    total = LoadWindow.total(read)
+    assert (total.num_tokens, total.num_steps) == (14, 4)
+    assert torch.equal(total.counts_YE, sum(window.counts_YE for window in windows))
+    assert torch.equal(windows[0].counts_YE, counts(5, 2, seed=5))
+    total.check_conserved(2)
+    with pytest.raises(AssertionError, match="3 steps beside 4"):
+        LoadWindow.total([read[0], LoadWindow(counts_YE=counts(1, 2), num_tokens=1, num_steps=3)])
+
+
+def test_a_step_of_58_layers_of_256_experts_takes_less_than_30_us() -> None:
+    load = ExpertLoad(58, 256, window=1000)
+    counts_YE = torch.ones(58, 256, dtype=torch.int64)
+    best = 1.0
+    for _ in range(20):
+        began = time.process_time()
+        for _ in range(100):
+            load.add(counts_YE, num_tokens=32)
+        best = min(best, (time.process_time() - began) / 100)
+    assert best < 30e-6, f"{best * 1e6:.1f} us"
