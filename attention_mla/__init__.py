@@ -4,28 +4,36 @@ from .cache import LatentCache, bytes_per_token
 from .config import MlaConfig, RopeConfig, YarnScaling
 from .layer import attend, core, project
 from .norm import rms_norm, wide
+from .ops import AttentionOps, attention_ops, interpreted
+from .page_table import PageTable, Spans, TokenColumns
 from .reference import Partial, Queries, absorbed_attention, merge, naive_attention
 from .rope import Rotation, angles, rotate
-from .view import PagedView, Span, Tiling
+from .tiling import Tiling
+from .view import PagedView
 from .weights import MlaWeights, mla_shapes
 
 __all__ = [
+    "AttentionOps",
     "LatentCache",
     "MlaConfig",
     "MlaWeights",
+    "PageTable",
     "PagedView",
     "Partial",
     "Queries",
     "RopeConfig",
     "Rotation",
-    "Span",
+    "Spans",
     "Tiling",
+    "TokenColumns",
     "YarnScaling",
     "absorbed_attention",
     "angles",
     "attend",
+    "attention_ops",
     "bytes_per_token",
     "core",
+    "interpreted",
     "merge",
     "mla_shapes",
     "naive_attention",

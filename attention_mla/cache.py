@@ -2,7 +2,7 @@
 
 Which request owns which page is decided elsewhere; what a step reads and writes is the `view`'s.
 
-Letters: T tokens here, W = C + P latent width.
+Letters: T tokens here, J places to clear, W = C + P latent width.
 """
 
 import torch
@@ -42,6 +42,10 @@ class LatentCache:
     def rows(self, layer: int) -> Tensor:
         """One layer's latents by place [pages * page_size + 1, W], a view; the last row is nobody's."""
         return self._latents_LNW[layer]
+
+    def clear(self, layer: int, places_J: Tensor) -> None:
+        """Zeroes single places (int64)."""
+        self._latents_LNW[layer].index_fill_(0, places_J, 0)
 
     def append(self, layer: int, latents_TW: Tensor, places_T: Tensor) -> None:
         """Writes each token's latent to its place (int64); tokens with place -1 are skipped."""

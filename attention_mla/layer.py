@@ -8,15 +8,16 @@ Letters: T tokens here, D model, H heads, C latent rank, P rope dim, W = C + P, 
 V value head size.
 """
 
-import torch
+from typing import Any
+
 from torch import Tensor
 from torch.nn import functional
 
 from .cache import LatentCache
 from .config import MlaConfig
-from .norm import rms_norm
-from .reference import Queries, absorbed_attention, naive_attention
-from .rope import Rotation, rotate
+from .ops import REFERENCE, AttentionOps, Latents
+from .reference import Queries
+from .rope import Rotation
 from .view import PagedView
 from .weights import MlaWeights
 
@@ -32,14 +33,17 @@ def attend(
     layer: int,
     view: PagedView,
     rotation: Rotation,
+    ops: AttentionOps = REFERENCE,
 ) -> Tensor:
     """The block's output [T, D] for the tokens of `view`, in x's dtype; their latents are in `cache` afterwards.
 
     `rotation` is `angles(config.rope, config.qk_rope_head_dim, view.positions_T, x_TD.dtype)`, once a step for all
     layers. x, weights and cache share one dtype and device. T may be 0.
     """
-    queries = project(x_TD, weights, config=config, cache=cache, layer=layer, view=view, rotation=rotation)
-    return core(queries, weights, config=config, cache=cache, layer=layer, view=view)
+    where = {"config": config, "cache": cache, "layer": layer, "view": view, "ops": ops}
+    queries = project(x_TD, weights, rotation=rotation, **where)
+    plan = ops.plan(view, config=config, dtype=x_TD.dtype)
+    return core(queries, weights, plan=plan, **where)
 
 
 def project(
@@ -51,41 +55,44 @@ def project(
     layer: int,
     view: PagedView,
     rotation: Rotation,
+    ops: AttentionOps = REFERENCE,
 ) -> Queries:
     """The first half: the tokens' queries, with their latents appended to the cache."""
     assert x_TD.shape[0] == view.num_tokens, f"{x_TD.shape[0]} hidden states for {view.num_tokens} tokens"
-    eps, interleaved = config.latent_norm_eps, config.rope.interleaved
     down_TX = functional.linear(x_TD, weights.down_XD)
     query_TX = down_TX[:, : -config.latent_width]
     latent_TC, rope_TP = down_TX[:, -config.latent_width :].split(
         (config.kv_lora_rank, config.qk_rope_head_dim), dim=-1
     )
-
-    latents_TW = torch.cat(
-        (rms_norm(latent_TC, weights.latent_norm_C, eps), rotate(rope_TP, rotation, interleaved)), dim=-1
-    )
-    cache.append(layer, latents_TW, view.places_T)
-
     if weights.q_norm_A is not None and weights.q_b is not None:
-        query_TX = functional.linear(rms_norm(query_TX, weights.q_norm_A, eps), weights.q_b)
+        query_TX = functional.linear(ops.norm(query_TX, weights.q_norm_A, config.latent_norm_eps), weights.q_b)
     query_THQ = query_TX.unflatten(-1, (config.num_heads, config.qk_head_dim))
     nope_THN, rope_THP = query_THQ.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
-    return Queries(nope_THN=nope_THN, rope_THP=rotate(rope_THP, rotation, interleaved))
+    turned_THP = ops.append(
+        Latents(latent_TC=latent_TC, rope_TP=rope_TP),
+        rope_THP,
+        weights.latent_norm_C,
+        config=config,
+        rotation=rotation,
+        cache=cache,
+        layer=layer,
+        view=view,
+    )
+    return Queries(nope_THN=nope_THN, rope_THP=turned_THP)
 
 
 def core(
-    queries: Queries, weights: MlaWeights, *, config: MlaConfig, cache: LatentCache, layer: int, view: PagedView
+    queries: Queries,
+    weights: MlaWeights,
+    *,
+    config: MlaConfig,
+    cache: LatentCache,
+    layer: int,
+    view: PagedView,
+    ops: AttentionOps = REFERENCE,
+    plan: Any = None,
 ) -> Tensor:
-    """The second half: attention over the cache and the output projection; [T, D]."""
-    latents_NW, scale = cache.rows(layer), config.softmax_scale
+    """The second half: attention over the cache and the output projection; [T, D]. `plan` is what `ops.plan` gave."""
     heads_THV = queries.nope_THN.new_empty(view.num_tokens, config.num_heads, config.v_head_dim)
-    rows = view.decode
-    if rows.num_rows:
-        row_queries = queries.take(rows.tokens_R)
-        heads_RHV = absorbed_attention(row_queries, weights, latents_NW=latents_NW, rows=rows, softmax_scale=scale)
-        heads_THV.index_copy_(0, rows.tokens_R, heads_RHV)
-    for prompt in view.prompts:
-        heads_THV[prompt.tokens] = naive_attention(
-            queries.part(prompt.tokens), weights, latents_NW=latents_NW, prompt=prompt, softmax_scale=scale
-        )
+    ops.attend(queries, weights, plan=plan, config=config, cache=cache, layer=layer, view=view, out_THV=heads_THV)
     return functional.linear(heads_THV.flatten(1), weights.o_DU)

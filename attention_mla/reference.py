@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from .norm import wide
-from .view import DecodeRows, Prompt
+from .splits import UNSEEN, DecodeRows
+from .view import Prompt
 from .weights import MlaWeights
 
 __all__ = ["Partial", "Queries", "absorbed_attention", "merge", "naive_attention"]
@@ -85,10 +86,14 @@ def absorbed_attention(
 
 def _absorbed_split(query_RHW: Tensor, latents_NW: Tensor, rows: DecodeRows, number: int, rank: int) -> Partial:
     split = rows.splits[number]
-    latents_RSW = latents_NW.index_select(0, split.places).unflatten(0, (split.num_rows, -1)).to(query_RHW.dtype)
+    blocks = latents_NW[:-1].unflatten(0, (-1, rows.block_size)).index_select(0, split.blocks)
+    latents_RSW = blocks.view(split.num_rows, -1, latents_NW.shape[1])[:, : split.num_positions].to(query_RHW.dtype)
+    unseen_E1S = split.unseen_E1S
+    if unseen_E1S is not None and rows.see_each_other:  # a wrong draft's NaN would count even with a share of 0
+        latents_RSW[-unseen_E1S.shape[0] :].masked_fill_(unseen_E1S.transpose(1, 2), 0)
     scores_RHS = torch.bmm(query_RHW[: split.num_rows], latents_RSW.transpose(1, 2))
-    if split.bias_R1S is not None:
-        scores_RHS += split.bias_R1S
+    if unseen_E1S is not None:
+        scores_RHS[-unseen_E1S.shape[0] :].masked_fill_(unseen_E1S, UNSEEN)
     return _softmax_mean(scores_RHS, latents_RSW[..., :rank])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from .moves import CELL_BYTES
@@ -49,12 +50,16 @@ class EplbConfig:
     """File to write: how many tokens each expert got in each step; each rank adds its number to the name, as in
     routing.0. Look at them with serried eplb."""
 
+    record_routing_tokens: int = 0
+    """Tokens of each rank, the first so many, whose experts --record-routing writes one by one, too."""
+
     def __post_init__(self) -> None:
         for name, least, legal in (
             ("num_redundant_experts", 0, 32),
             ("eplb_window", 1, 1000),
             ("eplb_interval", 1, 3000),
             ("eplb_bytes_per_step", 16 * CELL_BYTES, 16 << 20),
+            ("record_routing_tokens", 0, 4096),
         ):
             value = getattr(self, name)
             if value < least:
@@ -69,6 +74,7 @@ class EplbConfig:
         if not 0.0 <= self.eplb_min_gain < 1.0:
             raise ValueError(f"eplb_min_gain is {self.eplb_min_gain}; it must be at least 0 and below 1, e.g. 0.05")
         self._check_speeds()
+        self._check_files()
 
     def _check_speeds(self) -> None:
         if not (math.isfinite(self.eplb_checkpoint_gbps) and self.eplb_checkpoint_gbps >= 0):
@@ -77,3 +83,14 @@ class EplbConfig:
             )
         if not (math.isfinite(self.eplb_wire_gbps) and self.eplb_wire_gbps > 0):
             raise ValueError(f"eplb_wire_gbps is {self.eplb_wire_gbps}; it must be a finite number above 0, e.g. 50")
+
+    def _check_files(self) -> None:
+        for name in ("init_placement", "record_routing"):
+            value = getattr(self, name)
+            if value is not None and Path(value).name in ("", ".."):
+                raise ValueError(f"{name} is {value!r}; it must name a file, e.g. routing")
+        if self.record_routing_tokens and self.record_routing is None:
+            raise ValueError(
+                f"record_routing_tokens is {self.record_routing_tokens}, but nothing is recorded; give "
+                "--record-routing, e.g. routing, or leave it out"
+            )

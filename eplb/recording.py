@@ -28,6 +28,8 @@ from torch import Tensor
 FORMAT = "serried-routing-1"
 _NUMBERS = ("num_layers", "num_experts", "top_k", "num_ranks")
 _MOST_RANKS = 1 << 16
+_MOST = 1 << 40
+"""Tokens or steps of a row; so no sum of a recording, or of those of all ranks, leaves int64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +121,11 @@ def _checked(about: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> Reco
     steps = _array(arrays, "steps", np.int64, (len(counts),))
     if len(steps) and steps.min() < 1:
         raise ValueError(f"steps holds {steps.min()}; a row is made of at least 1 step")
+    for name, numbers in (("tokens", tokens), ("steps", steps)):
+        if numbers.max(initial=0) > _MOST:
+            raise ValueError(f"{name} holds {numbers.max()}; a row has at most {_MOST}")
+    if top_k > num_experts:
+        raise ValueError(f"top_k is {top_k}; a token cannot visit more than the {num_experts} experts")
     totals = counts.sum(axis=2, dtype=np.int64)
     row, layer = np.nonzero(totals != (tokens * top_k)[:, None])
     if len(row):
@@ -132,6 +139,8 @@ def _checked(about: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> Reco
         of_steps = _array(arrays, "of_steps", np.int64, (len(experts),))
         if experts.size and experts.max() >= num_experts:
             raise ValueError(f"experts holds {experts.max()}; there are {num_experts} experts, counted from 0")
+        if of_steps.max(initial=-1) >= steps.sum():
+            raise ValueError(f"of_steps holds {of_steps.max()}; there are {steps.sum()} steps, counted from 0")
     return Recording(
         counts_NYE=counts,
         tokens_N=tokens,
@@ -226,8 +235,12 @@ class RoutingRecorder:
         self._steps.append(1)
 
     def add_experts(self, experts_YTK: Tensor) -> None:
-        """The experts of the tokens of the step that was added last (no padded rows), as long as there is room."""
-        tokens_TYK = experts_YTK[:, : self._room].cpu().numpy().transpose(1, 0, 2).astype(np.int32)
+        """The experts of the tokens of the step that was added last, as long as there is room; padded rows, which have
+        expert -1, are left out."""
+        if not self._room or not experts_YTK.shape[1]:
+            return
+        real_T = experts_YTK[0, :, 0] >= 0
+        tokens_TYK = experts_YTK[:, real_T][:, : self._room].cpu().numpy().transpose(1, 0, 2).astype(np.int32)
         self._room -= len(tokens_TYK)
         if len(tokens_TYK):
             self._experts.append(tokens_TYK)

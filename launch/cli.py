@@ -31,8 +31,9 @@ usage: serried COMMAND ...
 A wide expert-parallel decode engine for DeepSeek-style MLA mixture-of-experts models.
 
 commands:
-  bench      Measure parts of the engine on this machine: bench host, bench kernels.
+  bench      Measure parts of the engine on this machine; `serried bench --help` lists which.
   doctor     Say which rank of a failed group stopped first, from the ranks' flight records.
+  eplb       Show how evenly experts are used in a recording, and what each placement policy would gain.
   generate   Decode prompts and print the text.
   plan       Say what a model needs on each rank, and whether it fits, without loading it.
   shard      Write one file for each rank's share of a checkpoint, for fast starts.
@@ -44,10 +45,11 @@ examples:
   serried plan deepseek-v3 --ranks 32 --gpu h200
   serried simulate --scenario one-long-prefill --prefill-schedule-interval 4
   serried doctor FLIGHT_FOLDER
+  serried eplb routing --num-redundant-experts 32
 
 `serried COMMAND --help` lists a command's flags.
 """
-COMMANDS = ("bench", "doctor", "generate", "plan", "shard", "simulate")
+COMMANDS = ("bench", "doctor", "eplb", "generate", "plan", "shard", "simulate")
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 

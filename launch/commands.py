@@ -17,7 +17,20 @@ import tyro
 
 from ep import SerriedError
 
-from . import bench, bench_kernels, doctor, generate, plan, shard, simulate
+from . import (
+    bench,
+    bench_compile,
+    bench_eplb,
+    bench_exchange,
+    bench_kernels,
+    bench_overlap,
+    doctor,
+    eplb,
+    generate,
+    plan,
+    shard,
+    simulate,
+)
 from .as_rank import Child
 from .group import Start
 from .refusal import Refusal
@@ -42,9 +55,20 @@ class Command:
 
 
 COMMANDS = {
+    "bench compile": Command(flags=bench_compile.CompileFlags, run=bench_compile.run, about=bench_compile.ABOUT),
+    "bench eplb": Command(
+        flags=bench_eplb.EplbBenchFlags, run=bench_eplb.run, about=bench_eplb.ABOUT, starts_ranks=True
+    ),
+    "bench exchange": Command(
+        flags=bench_exchange.ExchangeFlags, run=bench_exchange.run, about=bench_exchange.ABOUT, starts_ranks=True
+    ),
     "bench host": Command(flags=bench.HostFlags, run=bench.run, about=bench.ABOUT, starts_ranks=True),
     "bench kernels": Command(flags=bench_kernels.KernelFlags, run=bench_kernels.run, about=bench_kernels.ABOUT),
+    "bench overlap": Command(
+        flags=bench_overlap.OverlapFlags, run=bench_overlap.run, about=bench_overlap.ABOUT, starts_ranks=True
+    ),
     "doctor": Command(flags=doctor.DoctorFlags, run=doctor.run, about=doctor.ABOUT),
+    "eplb": Command(flags=eplb.EplbFlags, run=eplb.run, about=eplb.ABOUT),
     "generate": Command(flags=generate.GenerateFlags, run=generate.run, about=generate.ABOUT, starts_ranks=True),
     "plan": Command(flags=plan.PlanFlags, run=plan.run, about=plan.ABOUT),
     "shard": Command(flags=shard.ShardFlags, run=shard.run, about=shard.ABOUT),

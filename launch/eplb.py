@@ -7,6 +7,8 @@ Knows the command line; plans are the `eplb` room's, step times the cost model's
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +26,7 @@ from runtime.measured import MeasuredOperations
 from runtime.memory import expert_bytes
 from runtime.model_config import ModelConfig, read_model_config
 from runtime.roofline import CostShape, RooflineOperations
-from runtime.routing_record import read_routing
+from runtime.routing_record import routing_files
 
 from .balance_report import Answer, Report, headline, layer_table, record, summary_table
 from .heat_map import LEGEND, heat_lines, save_png
@@ -118,15 +120,15 @@ def run(flags: EplbFlags) -> int:
 
 def make_report(flags: EplbFlags) -> Report:
     """Read and plan. Raises ValueError or OSError for what cannot be read or makes no sense."""
-    recording = Recording.total([read_routing(path) for path in flags.report])
+    files = _files(flags.report)
+    recording = Recording.total([Recording.read(path) for path in files])
     if recording.num_tokens == 0 or recording.num_layers == 0:
         raise ValueError(f"{flags.report[0]} holds no tokens; record a run that decodes some")
     model, notes = _model(flags, recording)
     num_ranks = flags.ranks or recording.num_ranks
     tokens = flags.tokens_per_rank
     if tokens is None:
-        num_files = sum([1 if path.is_file() else recording.num_ranks for path in flags.report])
-        tokens = recording.num_tokens / recording.num_steps / num_files
+        tokens = recording.num_tokens / recording.num_steps / len(files)
     config = PlanConfig(
         num_redundant=flags.num_redundant_experts,
         top_k=recording.top_k,
@@ -160,6 +162,15 @@ def make_report(flags: EplbFlags) -> Report:
         answers=tuple(_answer(name, each, recording, timed) for name, each in [("start", stay), *planned]),
         notes=(*notes, *timed.notes),
     )
+
+
+def _files(names: Sequence[Path]) -> list[Path]:
+    """The files of all ranks, each once: twice would double the load of its rank."""
+    files = [path for name in names for path in routing_files(name)]
+    twice = [path for path, times in Counter([path.resolve() for path in files]).items() if times > 1]
+    if twice:
+        raise ValueError(f"report names {twice[0]} twice; name each rank's file once, or what --record-routing named")
+    return files
 
 
 def _model(flags: EplbFlags, recording: Recording) -> tuple[ModelConfig | None, list[str]]:

@@ -6,6 +6,7 @@ table of ranks go to standard error. Knows the engine by its public API; what it
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from .models import find_model
 from .place import GroupFlags
 from .prompts import Prompt, gather_prompts
 from .refusal import Refusal, refusals
-from .report import LEGEND, error_line, loading_bar, rank_table, speed_line
+from .report import LEGEND, error_line, exchange_line, loading_bar, overflow_line, overlap_line, rank_table, speed_line
 from .text import TextCodec
 
 ABOUT = """\
@@ -90,6 +91,7 @@ class GenerateFlags:
 def run(flags: GenerateFlags, start: Start) -> int:
     """Decode; returns the exit code: 1 when a request ended in an error. Raises Refusal for what cannot be run."""
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
+    prepare_kernels(flags.engine)
     with refusals():
         folder = find_model(flags.engine.model)
         check_model(folder, flags.engine)
@@ -120,12 +122,25 @@ def run(flags: GenerateFlags, start: Start) -> int:
     return conclude(answers, stats, seconds, notes, table=flags.table)
 
 
+def prepare_kernels(config: EngineConfig) -> None:
+    """What Triton wants to be told before it is imported: kernels on a CPU are interpreted, products and sums may fuse.
+
+    Some versions fuse by default and warn that later ones will not.
+    """
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    if config.ops == "triton" and config.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
 def conclude(answers: Sequence[Answer], stats: EngineStats, seconds: float, notes: Console, *, table: bool) -> int:
-    """Say how fast it was, what each rank did if asked, and how many requests failed; returns the exit code."""
+    """Say how fast it was, what each rank did if asked, and what went wrong; returns the exit code."""
     notes.print(speed_line(stats, seconds))
     if table:
         notes.print(rank_table(stats))
         notes.print(LEGEND, markup=False)
+    for line in (exchange_line(stats) if table else None, overflow_line(stats), overlap_line(stats)):
+        if line is not None:
+            notes.print(line, markup=False)
     failed = sum(answer.finish_reason == FinishReason.ERROR for answer in answers)
     if failed:
         notes.print(f"serried: {error_line(failed, len(answers))}", markup=False)

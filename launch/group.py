@@ -26,6 +26,7 @@ from runtime.mailbox import LinkMailbox
 from runtime.process_ranks import ProcessRanks
 from runtime.progress import OnProgress
 from runtime.settling import Settled, settle
+from runtime.thread_ranks import ThreadRanks
 
 from .as_rank import Child, hush, on_parent_death
 from .fields import config_fields, model_fields, version_fields
@@ -33,6 +34,7 @@ from .meeting import Meeting
 from .place import ENDPOINTS, GroupFlags, Place, transport_of
 from .rendezvous import meet, open_gate
 from .spawn import OwnRanks, start_ranks
+from .trace import Trace
 from .world import World, check_ranks, detect, own_world
 
 
@@ -68,15 +70,16 @@ def engine_of(config: EngineConfig, flags: GroupFlags, start: Start, telling: Te
     world = start.child.world if start.child else detect(os.environ)
     check_ranks(world, config.ranks if config.ranks != 1 else None)
     if world.size == 1 and (config.ranks == 1 or flags.transport == "threads"):
-        with Engine(config, on_plan=telling.on_plan, on_progress=telling.on_progress, on_notice=telling.say) as engine:
-            yield engine
+        yield from _threads(config, flags, telling)
         return
     if world.source == "torchrun":
         on_parent_death(signal.SIGKILL)  # its agent does not watch over what it leaves when it is killed itself
     if world.size == 1:
         world = own_world(0, config.ranks)
     config = replace(config, ranks=world.size)
-    settled = settle(config)  # before anybody is met: what is refused here is refused alike everywhere
+    settled = settle(
+        config, local_size=world.even_local_size
+    )  # before anybody is met: what is refused here is refused alike everywhere
     transport_of(flags, world, settled)
     if settled.device.type == "cuda":
         settled = replace(settled, device=torch.device("cuda", world.local_rank))
@@ -99,6 +102,23 @@ def engine_of(config: EngineConfig, flags: GroupFlags, start: Start, telling: Te
             place.serve(LinkMailbox(link), on_facts=None, on_plan=None, on_progress=None)
             place.pulse.close()
             yield None
+
+
+def _threads(config: EngineConfig, flags: GroupFlags, telling: Telling) -> Iterator[Engine]:
+    """All ranks here."""
+    trace = Trace(flags.trace)
+    ranks = ThreadRanks(
+        config,
+        drafter=None,
+        on_plan=telling.on_plan,
+        on_progress=telling.on_progress,
+        trace=trace.transport,
+        timeline=trace.timeline,
+    )
+    with Engine(config, ranks=ranks, on_notice=telling.say) as engine:
+        yield engine
+    for line in trace.finish():
+        telling.say(line)
 
 
 def _meet(
@@ -139,4 +159,6 @@ def _front(place: Place, meeting: Meeting, telling: Telling) -> Iterator[Engine]
             yield engine
         finally:
             place.finish()
+    for line in place.traced:
+        telling.say(line)
     place.pulse.close()

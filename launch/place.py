@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import torch
 import tyro
 
 from ep import PeerFailed, Transport
@@ -22,6 +23,7 @@ from ep.conformance import check_transport
 from ep.torch_dist import open_store, open_torch_dist
 from runtime.assembly import OnPlan, Seat, assemble
 from runtime.control import Control
+from runtime.gpu_health import GpuHealth, load_library
 from runtime.mailbox import Mailbox
 from runtime.node_share import NodePeers
 from runtime.progress import OnProgress
@@ -33,11 +35,13 @@ from runtime.settling import Settled
 from runtime.stars import open_control
 from runtime.startup import StartupTimes, process_began
 from runtime.verdict import Verdict
+from runtime.voice import no_excuse
 from runtime.votes import Vote
 
 from .as_rank import Child
 from .meeting import Meeting
 from .rendezvous import RendezvousConfig
+from .trace import Trace, check_path
 from .world import World
 
 TransportName = Literal["auto", "threads", "gloo", "mpi", "nccl"]
@@ -58,9 +62,14 @@ class GroupFlags:
     flight_dir: Path | None = None
     """Folder for flight records, which surviving ranks write when one fails; unset: none are written."""
 
+    trace: Path | None = None
+    """File for a trace of the latest steps: when each track computed, waited and had rows under way, for
+    ui.perfetto.dev. Rank 1 writes one with .rank1 before its ending, and so on; unset: none is written."""
+
     meeting: tyro.conf.OmitArgPrefixes[RendezvousConfig] = field(default_factory=RendezvousConfig)
 
     def __post_init__(self) -> None:
+        check_path(self.trace)
         if self.flight_dir is not None and self.flight_dir.exists() and not self.flight_dir.is_dir():
             raise ValueError(f"flight_dir is {str(self.flight_dir)!r}, a file; it must be a folder, or not there yet")
 
@@ -95,6 +104,8 @@ class Place:
     ) -> None:
         self.settled = settled
         self.world = world
+        self.trace = Trace(flags.trace)
+        self.traced: tuple[str, ...] = ()
         self.times = StartupTimes(began=process_began())
         self.times.mark("import")
         self._verdict: Verdict | None = None
@@ -118,7 +129,18 @@ class Place:
             width=len(Vote._fields),
             interface=flags.meeting.interface,
         )
-        self.transport = stack.enter_context(closing(_open_transport(world, flags, settled, meeting)))
+        transport = open_transport(
+            transport_of(flags, world, settled),
+            world,
+            meeting,
+            interface=flags.meeting.interface,
+            device=settled.device,
+        )
+        self.transport = stack.enter_context(closing(transport))
+        self._excuses = no_excuse
+        if settled.device.type == "cuda":
+            uuid = torch.cuda.get_device_properties(settled.device).uuid
+            self._excuses = stack.enter_context(GpuHealth(f"GPU-{uuid}", load_library())).reasons
 
     def serve(
         self,
@@ -133,12 +155,14 @@ class Place:
             check_transport(self.transport)
             recorder, inbox = Watched(self.pulse.board), RankInbox(mailbox)
             seat = Seat(
-                transport=self.transport,
+                transport=self.trace.transport(self.transport),
                 control=self.control,
                 recorder=recorder,
                 emit=speaker(mailbox),
                 notify=notifier(mailbox),
                 inbox=inbox,
+                timeline=self.trace.timeline(self.world.rank),
+                excuses=self._excuses,
             )
             self.times.mark("meet")
             parts = assemble(
@@ -149,6 +173,7 @@ class Place:
                 on_progress=on_progress,
                 peers=node_peers(self.world, self.control),
             )
+            parts.workers[0].decoder.self_test()
             self.times.mark("load")
             if on_facts is not None:
                 told = (*(parts.load.lines() if parts.load else ()), self.times.line())
@@ -156,6 +181,7 @@ class Place:
             self.pulse.warm()
             self.pulse.ready()
             run_rank(parts.workers[0], mailbox, inbox, recorder)
+            self.traced = tuple(self.trace.finish())
         except BaseException as error:  # told to the group, which ends with it
             self.pulse.fail(error)
 
@@ -205,18 +231,19 @@ def node_id() -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-def _open_transport(world: World, flags: GroupFlags, settled: Settled, meeting: Meeting) -> Transport:
-    name = transport_of(flags, world, settled)
+def open_transport(
+    name: str, world: World, meeting: Meeting, *, interface: str, device: torch.device | str = "cpu"
+) -> Transport:
+    """This rank's end of what carries rows: gloo, nccl or mpi. The meeting has an endpoint `store`."""
     if name == "mpi":
-        from .over_mpi import open_transport  # optional: it needs mpi4py
+        from .over_mpi import open_transport as open_mpi  # optional: it needs mpi4py
 
-        return open_transport(world)
+        return open_mpi(world)
     here = meeting.endpoint("store")
-    interface = flags.meeting.interface
     if isinstance(here, tuple):
         store = open_store(*here, rank=world.rank, size=world.size, interface=interface)
     else:
         store = open_store("", None, rank=0, size=world.size, interface=interface, listener=here)
     return open_torch_dist(
-        rank=world.rank, size=world.size, backend=name, store=store, interface=interface, device=settled.device
+        rank=world.rank, size=world.size, backend=name, store=store, interface=interface, device=device
     )

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from rich.table import Table
 
 from runtime import EngineStats, RankStats
+from runtime.memory import gib
 
 LONG_LOAD = 2**30
 """Bytes from which loading is worth a bar."""
@@ -54,6 +55,36 @@ def error_line(failed: int, total: int) -> str:
         f"{failed} of {total} request{'' if total == 1 else 's'} ended in an error: no usable logits, they were NaN or "
         "infinite; the weights or the number format (--dtype) do not fit"
     )
+
+
+def overflow_line(stats: EngineStats) -> str | None:
+    """How often rows did not fit the exchange, and what that cost; None when they always did."""
+    found = [(rank.rank, rank.overflow_steps) for rank in stats.ranks if rank.overflow_steps]
+    if not found:
+        return None
+    where = ", ".join(f"{count} on rank {rank}" for rank, count in found)
+    again = stats.ranks[0].rerun_steps
+    return f"rows did not fit the exchange in some steps ({where}); {again} steps were run again, exact"
+
+
+def overlap_line(stats: EngineStats) -> str | None:
+    """How many steps ran in several tracks, and why others did not; None where overlap is off."""
+    rank = stats.ranks[0]
+    if not rank.cut_steps and not rank.uncut_steps:
+        return None
+    whole = f"; whole: {rank.uncut_steps}" if rank.uncut_steps else ""
+    return f"{rank.cut_steps} of {rank.steps} steps ran in several tracks{whole}"
+
+
+def exchange_line(stats: EngineStats) -> str | None:
+    """What the exchange sent in a step, the rank that sent most; None where nothing was sent."""
+    network, node = (
+        max(sent(rank) / max(rank.steps, 1) for rank in stats.ranks)
+        for sent in (lambda rank: rank.network_bytes, lambda rank: rank.node_bytes)
+    )
+    if not network and not node:
+        return None
+    return f"exchange, a step and rank: {gib(round(network))} to other nodes, {gib(round(node))} inside the node"
 
 
 COLUMNS = ("rank", "requests", "out", "computed", "steps", "idle", "preempted", "hits", "pages", "level", "slow")

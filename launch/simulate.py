@@ -1,4 +1,4 @@
-"""`serried simulate`: what the prefill cadence does to a group of ranks, drawn and counted, without a device.
+"""`serried simulate`: what the prefill cadence and overlap do to a group of ranks, drawn and counted, without a device.
 
 The scheduler, the heartbeat, the cadence and the routing are the engine's own; the time that steps take is the cost
 model's. Standard output carries all of it; with --json its last line is one JSON object.
@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 import tyro
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
+from dbo import DboConfig
 from runtime.cadence import CadenceConfig, Reason
 from runtime.cost_tables import CostTables, read_cost_tables
 from runtime.costs import StepCosts
 from runtime.hardware import read_hardware
 from runtime.measured import MeasuredOperations
+from runtime.overlap import comm_share
+from runtime.overlap_table import overlap_cells
 from runtime.scenarios import Scenario, ScenarioName, make_scenario
 from runtime.scheduler import SchedulerConfig
 from runtime.simulated_faults import Fault, FaultKind, draw_fault
 from runtime.simulation import GroupConfig
 from runtime.simulation_record import Measures, Run, Window
+from runtime.traffic import RowsPer
 
 from .models import find_hardware
 from .refusal import refusals
@@ -38,9 +44,13 @@ Examples:
   serried simulate --scenario one-long-prefill --prefill-schedule-interval 4
   serried simulate --scenario steady --prefill-schedule-interval auto --json
   serried simulate --scenario burst --ranks 16 --fault slow-rank --seed 7
+  serried simulate --scenario steady --ranks 32 --dbo auto
+  serried simulate --scenario overlap
 
 Scenarios: steady is a stream of prompts at 80% of what interval 1 just sustains; one-long-prefill a prompt of 32k on
 one of the ranks that decode; burst as many prompts of 6k as ranks, at once. The same seed gives the same run.
+overlap simulates nothing: it is the table of what cut steps gain, over ranks, batches and contexts, and of what auto
+does there. Exchanges are those of kernels that need no multiprocessors, so --comm-sms is 0 here unless you say so.
 """
 
 DONE = 0
@@ -61,7 +71,7 @@ Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 class SimulateFlags:
     """What `serried simulate` is told."""
 
-    scenario: ScenarioName = "steady"
+    scenario: ScenarioName | Literal["overlap"] = "steady"
     """What comes to the ranks."""
 
     ranks: int = 8
@@ -97,7 +107,12 @@ class SimulateFlags:
     fault: tyro.conf.UseAppendAction[tuple[FaultKind, ...]] = ()
     """Something that goes wrong on a rank and at a step drawn from the seed; give it once for each."""
 
+    rows_per: RowsPer = "ranks"
+    """Rows that an exchange sends: for each rank there and back; slots: for each rank there, for each expert back; or
+    experts: for each expert both ways, as published kernels do."""
+
     cadence: tyro.conf.OmitArgPrefixes[CadenceConfig] = field(default_factory=CadenceConfig)
+    overlap: tyro.conf.OmitArgPrefixes[DboConfig] = field(default_factory=lambda: DboConfig(comm_sms=0))
 
     json: Switch = False
     """End with one JSON object."""
@@ -114,6 +129,7 @@ class Setting:
     config: GroupConfig
     tables: CostTables
     device: str
+    comm_share: float
     scenario: Scenario
     faults: tuple[Fault, ...]
     seed: int
@@ -122,9 +138,12 @@ class Setting:
 def run(flags: SimulateFlags) -> int:
     """Simulate and print; returns 0. Raises Refusal for flags that make no sense, SimulationFailed (with the seed) when
     a rule of the group breaks."""
+    if flags.scenario == "overlap":
+        return show_overlap(flags)
     with refusals():
         setting = make_setting(flags)
-        costs = StepCosts(MeasuredOperations(tables=setting.tables, ranks=flags.ranks))
+        operations = MeasuredOperations(tables=setting.tables, ranks=flags.ranks, rows_per=flags.rows_per)
+        costs = StepCosts(operations, comm_share=setting.comm_share)
         played = setting.scenario.play(setting.config, costs, seed=flags.seed, faults=setting.faults)
     with request_bar(Console(stderr=True)) as progress:
         result = played.run(progress)
@@ -155,6 +174,7 @@ def make_setting(flags: SimulateFlags) -> Setting:
         long_prefill_token_threshold=flags.long_prefill_token_threshold,
     )
     first, last = FAULT_STEPS
+    hardware = read_hardware(path)
     return Setting(
         config=GroupConfig(
             ranks=flags.ranks,
@@ -162,15 +182,43 @@ def make_setting(flags: SimulateFlags) -> Setting:
             num_blocks=flags.num_blocks,
             scheduler=scheduler,
             cadence=flags.cadence,
+            overlap=flags.overlap,
         ),
         tables=read_cost_tables(path),
-        device=read_hardware(path).name,
+        device=hardware.name,
+        comm_share=comm_share(flags.overlap, hardware),
         scenario=scenario,
         faults=tuple(
             [draw_fault(kind, ranks=flags.ranks, first=first, last=last, seed=flags.seed) for kind in flags.fault]
         ),
         seed=flags.seed,
     )
+
+
+def show_overlap(flags: SimulateFlags) -> int:
+    """The table of what cut steps gain; returns 0."""
+    with refusals():
+        path = find_hardware(flags.gpu)
+        tables, hardware = read_cost_tables(path), read_hardware(path)
+        share = comm_share(flags.overlap, hardware)
+    cells = overlap_cells(tables, flags.overlap, comm_share=share, rows_per=flags.rows_per)
+    out = Console(highlight=False, soft_wrap=True)
+    out.print(
+        f"{tables.model} on {hardware.name}: decode steps whole, and cut in {flags.overlap.dbo_tracks}; exchanges of a "
+        f"row for each of a token's {flags.rows_per}, on {flags.overlap.comm_sms} multiprocessors",
+        markup=False,
+    )
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    for name in ("ranks", "tokens", "context", "whole ms", "cut ms", "gain", "auto"):
+        table.add_column(f" {name}", justify="right")
+    for cell in cells:
+        times = f"{cell.one_ms:.1f}", f"{cell.cut_ms:.1f}", f"{cell.gain:+.0%}"
+        sizes = str(cell.ranks), str(cell.tokens), str(cell.context_len)
+        table.add_row(*sizes, *times, "on" if cell.is_cut else "off")
+    out.print(table)
+    if flags.json:
+        print(json.dumps([asdict(cell) | {"gain": round(cell.gain, 4)} for cell in cells]))
+    return DONE
 
 
 def headline(setting: Setting) -> list[str]:
@@ -216,6 +264,9 @@ def report(setting: Setting, result: Run, measures: Measures) -> list[str]:
         f"run              {len(result.steps)} steps, {result.end_us / 1e6:.1f} s; --seed {setting.seed} replays it: "
         f"{result.digest()}",
     ]
+    if setting.config.overlap.dbo != "off":
+        whole = f"; whole: {result.uncut_steps}" if result.uncut_steps else ""
+        lines.insert(-1, f"overlap          {result.cut_steps} steps cut{whole}")
     if result.verdict is not None:
         open_requests = sum([not story.ended for story in result.stories if story.rank is not None])
         lines.append(f"ended            {result.verdict}; {open_requests} requests end with it")

@@ -46,6 +46,15 @@ class World:
         """The rank that speaks: it holds the front, prints the answers and is met by all others."""
         return self.rank == 0
 
+    @property
+    def even_local_size(self) -> int:
+        """Ranks of every node, where all have as many and nodes follow each other; else 1, each rank a node of its own.
+
+        The order within a node says nothing: Open MPI deals local ranks by cores.
+        """
+        in_order = self.rank // self.local_size == self.node_rank
+        return self.local_size if in_order and self.local_size * self.num_nodes == self.size else 1
+
     def describe(self) -> str:
         """What was found, in one line."""
         hint = f" ({self.hint})" if self.hint else ""

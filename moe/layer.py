@@ -58,6 +58,8 @@ class MoeOutput(NamedTuple):
     """int64 pairs that this rank's tokens sent to each expert; the sum is (tokens not padded) x top_k."""
     num_pairs: int | Tensor
     """Pairs that this rank's own experts computed, wherever their tokens came from; on a GPU the host does not know."""
+    experts_TK: Tensor
+    """int64 experts that each token visits, -1 for a padded row."""
 
 
 class MoeLayer:
@@ -121,7 +123,9 @@ class MoeLayer:
             back = self._exchange.combine(computed.rows, arrivals, tag=tag._replace(kind=Kind.COMBINE))
             parts.append((yield back))
         out_TD = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return MoeOutput(out_TD if shared_TD is None else out_TD + shared_TD, routed.counts_E, num_pairs)
+        if shared_TD is not None:
+            out_TD = out_TD + shared_TD
+        return MoeOutput(out_TD, routed.counts_E, num_pairs, routed.experts_TK)
 
 
 def mlp_shapes(hidden_size: int, intermediate_size: int) -> Shapes:

@@ -11,17 +11,20 @@ from dataclasses import dataclass
 from functools import partial
 
 from attention_mla import LatentCache
-from ep import Exchange, Transport
+from dbo import UNTIMED, OverlapState, Untimed
+from ep import Exchange, Transport, exchange_ops
+from ep.lanes import LANES, LanedTransport
 from eplb import ExpertLoad
 from moe import ExpertBank
 
-from .batch import TokenTable
+from .batch import RequestTable
 from .cadence import StepBudget
 from .checkpoint import TensorSource, open_checkpoint
 from .control import Control
 from .costs import ItlBudget, StepCosts
 from .decoder import Decoder
 from .dummy import DummyCheckpoint
+from .experts import Experts
 from .hardware import read_hardware
 from .heartbeat import HeartbeatState
 from .memory import MemoryPlan
@@ -29,18 +32,23 @@ from .model_config import ModelConfig
 from .node_loading import LoadedRank, load_rank
 from .node_share import NodePeers
 from .outputs import News, Note
+from .overlap import CostModel
 from .pages import PagePool
 from .prefix import PrefixCache
 from .progress import OnProgress, counted
 from .ranks import Inbox
+from .rebalance import build_rebalancer, widest
 from .recorder import Recorder, StampedTransport
 from .refusals import check_drafts
 from .request import Request
 from .roofline import CostShape, RooflineOperations
+from .routing_record import open_recorder
+from .sampler_ops import sampler_ops
 from .scheduler import Drafter, Scheduler
 from .settling import Settled
 from .startup import LoadReport
 from .straggler import StragglerState
+from .voice import Excuses, no_excuse
 from .weights import DecoderWeights, bytes_to_read, held_tensors, load_banks, load_shared, verify_held
 from .worker import Worker
 
@@ -62,7 +70,8 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """What ties one rank to the others, and to whoever listens."""
+    """What ties one rank to the others, and to whoever listens. `timeline` is told what its tracks do; `excuses`
+    say why its device may be slow."""
 
     transport: Transport
     control: Control
@@ -70,6 +79,8 @@ class Seat:
     emit: Callable[[Sequence[News]], None]
     notify: Callable[[Note], None]
     inbox: Inbox
+    timeline: Untimed = UNTIMED
+    excuses: Excuses = no_excuse
 
 
 def assemble(
@@ -85,6 +96,7 @@ def assemble(
 
     peers   the processes of this node, for the single seat of one of them: they read and keep together what they share
     """
+    overlap = _overlap(settled)
     if on_plan is not None:
         on_plan(settled.plan)
     source = _source(settled, turn=(peers.place, peers.size) if peers is not None else (0, 1))
@@ -98,13 +110,14 @@ def assemble(
     if drafter is not None:
         drafter = partial(_guarded, drafter, settled.model.vocab_size)
     workers = tuple(
-        _worker(settled, held, seat, budget=budget, drafter=drafter) for seat, held in zip(seats, weights, strict=True)
+        _worker(settled, held, seat, budget=budget, overlap=overlap, drafter=drafter, source=source)
+        for seat, held in zip(seats, weights, strict=True)
     )
     return Parts(
         model=settled.model,
         plan=settled.plan,
         workers=workers,
-        notes=settled.model.warnings + source.notes,
+        notes=(*settled.model.warnings, *source.notes, *settled.notes),
         load=report,
     )
 
@@ -120,9 +133,9 @@ def _load(
     settled: Settled, source: TensorSource, ranks: Sequence[int], on_progress: OnProgress | None
 ) -> list[DecoderWeights]:
     """One rank's weights after the other; every tensor that any rank holds is verified before the first is read."""
-    model, placement = settled.model, settled.placement
-    verify_held(source, model, placement, ranks=ranks)
-    names = {name for rank in ranks for name in held_tensors(model, placement, rank)}
+    model, placements = settled.model, settled.placements
+    verify_held(source, model, placements, ranks=ranks)
+    names = {name for rank in ranks for name in held_tensors(model, placements, rank)}
     progress = counted(on_progress, total=bytes_to_read(source, names))
     shared = load_shared(source, model, dtype=settled.dtype, device=settled.device, progress=progress)
     return [DecoderWeights.join(shared, _banks(settled, source, rank, progress)) for rank in ranks]
@@ -132,7 +145,7 @@ def _load_with(peers: NodePeers, settled: Settled, source: TensorSource, on_prog
     return load_rank(
         source,
         settled.model,
-        settled.placement,
+        settled.placements,
         peers=peers,
         dtype=settled.dtype,
         device=settled.device,
@@ -147,7 +160,7 @@ def _banks(
     return load_banks(
         source,
         settled.model,
-        settled.placement,
+        settled.placements,
         rank=rank,
         dtype=settled.dtype,
         device=settled.device,
@@ -170,33 +183,80 @@ def _budget(settled: Settled) -> StepBudget | None:
     return ItlBudget(costs=StepCosts(operations), target_ms=config.cadence.itl_target_ms)
 
 
+def _overlap(settled: Settled) -> OverlapState:
+    """When steps are cut, with the cost model where the device is known. ValueError for what it cannot be."""
+    config = settled.config
+    if config.overlap.dbo != "auto" or config.hardware is None:
+        return OverlapState(config=config.overlap)
+    hardware = read_hardware(config.hardware)
+    operations = RooflineOperations(shape=CostShape.of(settled.model), hardware=hardware, ranks=config.ranks)
+    return OverlapState(config=config.overlap, model=CostModel.of(operations, config.overlap, hardware))
+
+
 def _worker(
-    settled: Settled, weights: DecoderWeights, seat: Seat, *, budget: StepBudget | None, drafter: Drafter | None
+    settled: Settled,
+    weights: DecoderWeights,
+    seat: Seat,
+    *,
+    budget: StepBudget | None,
+    overlap: OverlapState,
+    drafter: Drafter | None,
+    source: TensorSource,
 ) -> Worker:
     config, model, plan = settled.config, settled.model, settled.plan
     pool = PagePool(plan.num_pages, config.cache.block_size)
     prefix = PrefixCache(pool, enabled=config.scheduler.enable_prefix_caching)
     max_model_len = config.scheduler.max_model_len
     assert max_model_len is not None, "max_model_len is settled before workers are built"
-    transport = StampedTransport(seat.transport, seat.recorder)
+    lanes = LANES[settled.device.type](settled.device)
+    transport = StampedTransport(LanedTransport(seat.transport, lanes), seat.recorder)
+    decoder = _decoder(settled, weights, transport)
     return Worker(
-        decoder=_decoder(settled, weights, transport),
+        decoder=decoder,
         scheduler=Scheduler(config.scheduler, pool, prefix, drafter=drafter),
         pool=pool,
         prefix=prefix,
-        table=TokenTable(config.scheduler.max_num_seqs, max_model_len, device=settled.device),
+        table=RequestTable(
+            config.scheduler.max_num_seqs, max_model_len, page_size=config.cache.block_size, device=settled.device
+        ),
         transport=transport,
         control=seat.control,
         recorder=seat.recorder,
-        state=HeartbeatState.start(config.cadence, budget=budget),
+        state=HeartbeatState.start(config.cadence, budget=budget, overlap=overlap),
         stragglers=StragglerState(config=config.straggler),
         async_depth=config.async_depth,
-        config_hash=config.digest(model),
-        load=ExpertLoad(len(model.moe_layers), model.moe.num_experts if model.moe else 0, device=settled.device),
-        placement=settled.placement,
+        config_hash=config.digest((model, settled.from_files)),
+        experts=_experts(settled, decoder, transport, source=source),
         emit=seat.emit,
         notify=seat.notify,
         inbox=seat.inbox,
+        may_overflow=decoder.may_overflow,
+        timeline=seat.timeline,
+        excuses=seat.excuses,
+        sampler=sampler_ops(config.ops),
+    )
+
+
+def _experts(settled: Settled, decoder: Decoder, transport: Transport, *, source: TensorSource) -> Experts:
+    config, model = settled.config.eplb, settled.model
+    num_experts = model.moe.num_experts if model.moe else 0
+    load = ExpertLoad(len(model.moe_layers), num_experts, device=settled.device, window=config.eplb_window)
+    rebalancer = build_rebalancer(
+        config,
+        model,
+        settled.placements,
+        banks={layer: moe.bank for layer, each in enumerate(decoder.weights.layers) if (moe := each.moe) is not None},
+        tables=decoder.tables,
+        load=load,
+        transport=transport,
+        source=source,
+        node_size=settled.topology.node_size,
+    )
+    return Experts(
+        load,
+        placements=[settled.placements[layer] for layer in model.moe_layers],
+        rebalancer=rebalancer,
+        recording=open_recorder(config, model, ranks=transport.size, rank=transport.rank, name=settled.config.model),
     )
 
 
@@ -205,16 +265,33 @@ def _decoder(settled: Settled, weights: DecoderWeights, transport: Transport) ->
     cache = LatentCache(
         model.num_layers, plan.num_pages, config.cache.block_size, model.mla.latent_width, settled.dtype, settled.device
     )
-    exchange = table = None
-    if model.moe is not None and settled.placement is not None:
-        table = settled.placement.table(settled.device)
+    exchange, tables, rank = None, {}, transport.rank
+    if model.moe is not None and settled.placements:
+        width = widest(settled.placements, model.moe.num_experts)
+        tables = {
+            layer: placement.table(settled.device, rank=rank, node_size=settled.topology.node_size, width=width)
+            for layer, placement in settled.placements.items()
+        }
         exchange = Exchange(
             transport,
-            num_slots=settled.placement.num_slots,
+            num_slots=plan.slots_per_rank * config.ranks,
             hidden=model.hidden_size,
             top_k=model.moe.top_k,
             dtype=settled.dtype,
             device=settled.device,
             config=config.exchange,
+            num_tracks=config.overlap.most_tracks,
+            topology=settled.topology,
+            plan=settled.capacities,
+            ops=exchange_ops(config.ops),
         )
-    return Decoder(model, weights, cache=cache, exchange=exchange, table=table, rank=transport.rank)
+    return Decoder(
+        model,
+        weights,
+        cache=cache,
+        exchange=exchange,
+        tables=tables,
+        rank=rank,
+        ops=config.ops,
+        tell_experts=config.eplb.record_routing_tokens > 0,
+    )

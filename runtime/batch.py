@@ -1,8 +1,10 @@
-"""From the rows of a committed step to the tensors the decoder and the sampler read, and back.
+"""From the rows of a committed step to the tensors that the decoder and the sampler read.
 
-Knows the request table (which tokens sit in which slot) and the shape of a step; does not know why a row was chosen.
+Knows the request table (which tokens and pages sit in which slot) and the shape of a step; does not know why a row was
+chosen. Rows become columns on the host, and a few columns go to the device; what is long - tokens and pages - is there
+already, but for what this step begins.
 
-Shapes: T tokens here, B positions that get logits, S context.
+Shapes: S slots, T tokens here, B rows or positions that get logits.
 """
 
 from __future__ import annotations
@@ -10,79 +12,132 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from attention_mla import PagedView, Span
+from attention_mla import PagedView, PageTable, Spans, TokenColumns
 
-from .request import Request
 from .rows import Row
 
+Column = NDArray[np.int64]
 
-class TokenTable:
-    """Every running request's tokens on the device: tokens[slot, position], int64 [max_num_seqs, max_model_len + 1].
 
-    The host writes a request once when it enters a slot (and its drafts each step); sampled ids are written by the
-    step that samples them, so the next step can be launched before the host has read them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowColumns:
+    """What a step's rows say, a column a field; int64 on the host."""
+
+    slot_B: Column
+    start_B: Column
+    num_tokens_B: Column
+    num_drafts_B: Column
+    num_sampled_B: Column
+    """Positions that get logits, 0 for a row that does not sample."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> RowColumns:
+        num_tokens_B = _column([row.num_tokens for row in rows])
+        has_drafts = num_tokens_B.max(initial=0) > 1  # a row of one token has none
+        num_drafts_B = _column([row.num_drafts for row in rows]) if has_drafts else np.zeros_like(num_tokens_B)
+        return cls(
+            slot_B=_column([row.request.slot for row in rows]),
+            start_B=_column([row.start for row in rows]),
+            num_tokens_B=num_tokens_B,
+            num_drafts_B=num_drafts_B,
+            num_sampled_B=_column([row.samples for row in rows]) * (1 + num_drafts_B),
+        )
+
+
+def _column(values: Sequence[int | None]) -> Column:
+    return np.array(values, dtype=np.int64)  # a TypeError where a request runs without a slot
+
+
+class RequestTable:
+    """What the device holds of every running request, a line a slot.
+
+    tokens   int64 [max_num_seqs, max_model_len + 1]
+    pages    see `attention_mla.page_table`
+
+    The host writes a request's tokens once when it enters a slot (and its drafts each step), and its pages in the step
+    that begins one. Sampled ids are written by the step that samples them, so the next step can be launched before the
+    host has read them.
     """
 
-    def __init__(self, num_slots: int, max_len: int, *, device: torch.device) -> None:
+    def __init__(self, num_slots: int, max_len: int, *, page_size: int, device: torch.device) -> None:
+        self.pages = PageTable(num_slots, -(-max_len // page_size), page_size=page_size, device=device)
         self.tokens = torch.zeros(num_slots, max_len + 1, dtype=torch.int64, device=device)
-        self._owner: list[tuple[Request, int] | None] = [None] * num_slots
+        # A request gets a new list of pages whenever it is admitted, so the list itself tells one stay from another.
+        self._stays: list[list[int] | None] = [None] * num_slots
+        self._written_S = np.zeros(num_slots, dtype=np.int64)  # how far into the cache steps of this stay have come
 
-    def admit(self, rows: Sequence[Row]) -> None:
-        """Write what the device does not have yet: requests new in their slot, whole, and the drafts of this step."""
-        for row in rows:
-            request, slot = row.request, _slot(row.request)
-            stay = (request, request.num_preemptions)  # the object: an id may come again
-            if self._owner[slot] != stay:
-                self._owner[slot] = stay
-                self._write(slot, 0, request.tokens)
+    def admit(self, rows: Sequence[Row], columns: RowColumns) -> Spans:
+        """Write what the device does not have yet: of requests new in their slot, of begun pages, and drafts.
+
+        A request enters its slot at the start of a page, and a page is begun by its first position; all other rows are
+        passed over without a look. Returns the spans that the rows compute.
+        """
+        slots_B, context_B = columns.slot_B, columns.start_B + columns.num_tokens_B
+        last_B = context_B - 1
+        page_size = self.pages.page_size
+        begins_B = last_B // page_size > (columns.start_B - 1) // page_size
+        (wanting_B,) = (begins_B | (columns.num_drafts_B > 0)).nonzero()
+        for index in wanting_B.tolist():
+            row = rows[index]
+            if begins_B[index]:
+                self._write_pages(int(columns.slot_B[index]), row)
             if row.num_drafts:
-                self._write(slot, row.start + row.num_tokens - row.num_drafts, request.drafts[: row.num_drafts])
+                drafts = row.request.drafts[: row.num_drafts]
+                self._write(int(columns.slot_B[index]), row.end - row.num_drafts, drafts)
+        written_B = self._written_S[slots_B]
+        self._written_S[slots_B] = np.maximum(written_B, context_B)
+        return Spans(slots_B=slots_B, num_tokens_B=columns.num_tokens_B, context_B=context_B, written_B=written_B)
+
+    def _write_pages(self, slot: int, row: Row) -> None:
+        """Those that the row begins; all, and the tokens, of a request that is new in its slot."""
+        request, first, end = row.request, row.start // self.pages.page_size, -(-row.end // self.pages.page_size)
+        if self._stays[slot] is not request.pages:
+            self._stays[slot] = request.pages
+            self._write(slot, 0, request.tokens)
+            self._written_S[slot] = row.start
+            first = 0
+        assert len(request.pages) >= end, f"a context of {row.end} on {len(request.pages)} pages"
+        self.pages.write(slot, first, request.pages[first:end])
 
     def _write(self, slot: int, start: int, tokens: Sequence[int]) -> None:
         self.tokens[slot, start : start + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-
-
-def _slot(request: Request) -> int:
-    assert request.slot is not None, f"request {request.id} runs without a slot"
-    return request.slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
     """A step's rows as tensors.
 
-    slots_T, positions_T   where each token's id lies in the table
-    view                   the paged view for attention
-    logit_rows_B           index into T of each token whose next one is sampled: rows in order, positions ascending
+    view            the paged view for attention; its slots_T and positions_T say where each token's id is in the table
+    logit_rows_B    index into T of each token whose next one is sampled: rows in order, positions ascending
+    slots_B, positions_B   where in the table the sampled tokens go
     """
 
     rows: tuple[Row, ...]
-    slots_T: Tensor
-    positions_T: Tensor
     view: PagedView
     logit_rows_B: Tensor
+    slots_B: Tensor
+    positions_B: Tensor
 
     @classmethod
-    def build(cls, rows: Sequence[Row], *, page_size: int, device: torch.device) -> StepBatch:
-        """Lay the rows out one after the other; no rows give empty tensors, as on an idle rank."""
-        spans = [
-            Span(num_tokens=row.num_tokens, context_len=row.start + row.num_tokens, pages=row.request.pages)
-            for row in rows
-        ]
-        slots = [_slot(row.request) for row in rows for _ in range(row.num_tokens)]
-        view = PagedView.build(spans, page_size=page_size, device=device)
-        logit_rows, end = [], 0
-        for row in rows:
-            end += row.num_tokens
-            if row.samples:
-                logit_rows.extend(range(end - 1 - row.num_drafts, end))
-        return cls(
-            rows=tuple(rows),
-            slots_T=torch.tensor(slots, dtype=torch.int64, device=device),
-            positions_T=view.positions_T,
-            view=view,
-            logit_rows_B=torch.tensor(logit_rows, dtype=torch.int64, device=device),
-        )
+    def build(cls, rows: Sequence[Row], table: RequestTable) -> StepBatch:
+        """Lay the rows out one after the other, and write what the table lacks of them; the same rows may come again.
+
+        No rows give empty tensors, as on an idle rank.
+        """
+        columns = RowColumns.of(rows)
+        view = PagedView.build(table.admit(rows, columns), table.pages)
+        tokens, logit_rows_B = view.tokens, _sampled(view.tokens, columns)
+        sent = table.pages.send((logit_rows_B, tokens.slots_T[logit_rows_B], tokens.positions_T[logit_rows_B] + 1))
+        return cls(rows=tuple(rows), view=view, logit_rows_B=sent[0], slots_B=sent[1], positions_B=sent[2])
+
+
+def _sampled(tokens: TokenColumns, columns: RowColumns) -> Column:
+    """Index into T of the last `num_sampled` tokens of each row."""
+    first_sampled_B = tokens.first_B + columns.num_tokens_B - columns.num_sampled_B
+    (sampled_B,) = (np.arange(len(tokens.span_T)) >= first_sampled_B[tokens.span_T]).nonzero()
+    return sampled_B

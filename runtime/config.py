@@ -12,7 +12,9 @@ from typing import Literal
 
 import torch
 
+from dbo import DboConfig
 from ep import ExchangeConfig
+from eplb.config import EplbConfig
 
 from .admission import at_least
 from .cadence import CadenceConfig
@@ -73,6 +75,9 @@ class EngineConfig:
     device: str = "cpu"
     """Where tensors live: cpu or cuda."""
 
+    ops: Literal["auto", "reference", "triton"] = "auto"
+    """Whose kernels: torch's (reference) or Triton's; auto: Triton's on a GPU, torch's on a CPU."""
+
     load_format: Literal["auto", "dummy"] = "auto"
     """auto reads the checkpoint; dummy makes seeded random weights, the same for any number of ranks."""
 
@@ -85,18 +90,31 @@ class EngineConfig:
     hardware: str | None = None
     """File with a device's peaks, such as profiles/hardware/h200.toml, for the cost model; --itl-target-ms needs it."""
 
+    node_size: int | None = None
+    """Ranks of one node, for what travels between nodes; unset: what the launcher says, else all ranks."""
+
+    capacities: str | None = None
+    """File of --record-routing that the blocks of --exchange bounded are measured from; unset: as level routing
+    needs."""
+
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cadence: CadenceConfig = field(default_factory=CadenceConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
+    overlap: DboConfig = field(default_factory=DboConfig)
+    eplb: EplbConfig = field(default_factory=EplbConfig)
 
     def __post_init__(self) -> None:
         at_least("ranks", self.ranks, 1, neighbour=1)
         at_least("seed", self.seed, 0, neighbour=0)
+        if self.node_size is not None:
+            at_least("node_size", self.node_size, 1, neighbour=8)
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; it must be auto or one of {', '.join(DTYPES)}, e.g. bfloat16")
+        if self.ops not in ("auto", "reference", "triton"):
+            raise ValueError(f"ops is {self.ops!r}; it must be auto, reference or triton, e.g. auto")
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format is {self.load_format!r}; it must be auto or dummy, e.g. auto")
         if self.async_depth not in (0, 1):
@@ -110,5 +128,8 @@ class EngineConfig:
 
         Where files lie is left out: a node may keep them elsewhere.
         """
-        text = f"{replace(self, model='', hardware=None)!r}|{model!r}".encode()
+        placed = self.eplb.init_placement and "a file"
+        eplb = replace(self.eplb, init_placement=placed, record_routing=None, record_routing_tokens=0)
+        alike = replace(self, model="", hardware=None, capacities=self.capacities and "a file", eplb=eplb)
+        text = f"{alike!r}|{model!r}".encode()
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1

@@ -4,7 +4,8 @@
            + prompts (slowest rank) + head + host
 
     two tracks    each operation twice at half the tokens, exchange under compute:
-                  layer = max(2 x compute(half), 2 x exchange(half))
+                  layer = max(2 x compute(half) + share x exchange, exchange), exchange = 2 x exchange(half)
+                  for compute runs on less of the device while the exchange takes its share of it
 
 Where single operations get their times is an `Operations`: measured tables (`measured`) or peaks (`roofline`). Pure
 arithmetic on shapes; knows no clock and no requests.
@@ -104,15 +105,20 @@ class Operations(Protocol):
 
 
 class StepCosts:
-    """Step times from the times of operations."""
+    """Step times from the times of operations.
 
-    def __init__(self, operations: Operations) -> None:
+    comm_share   of the multiprocessors, what exchanges take from kernels while both run; 0: they need none
+    """
+
+    def __init__(self, operations: Operations, *, comm_share: float = 0.0) -> None:
+        assert 0.0 <= comm_share < 1.0, comm_share
         self.operations = operations
+        self.comm_share = comm_share
 
     def step_time(self, shapes: Sequence[StepShape], *, tracks: int = 1) -> StepTime:
         """A step in which rank r runs `shapes[r]`; one shape stands for as many ranks as there are.
 
-        tracks: 1, or 2 for two micro-batches that hide the exchange from each other.
+        tracks: 1, or as many micro-batches that hide the exchange from each other.
         """
         frame = self.operations.frame
         prefill_us = max([self._prefill_us(shape) for shape in shapes])
@@ -120,7 +126,7 @@ class StepCosts:
         if tokens <= 0:
             return StepTime(prefill_us=prefill_us, host_us=frame.host_us)
         whole = self.layer_time(shapes)
-        layer = whole if tracks == 1 else self._two_tracks(shapes)
+        layer = whole if tracks == 1 else self._overlapped(shapes, tracks)
         return StepTime(
             attention_us=frame.moe_layers * layer.attention_us + frame.dense_layers * whole.attention_us,
             experts_us=frame.moe_layers * layer.experts_us + frame.dense_layers * self.operations.dense_us(tokens),
@@ -171,12 +177,13 @@ class StepCosts:
             return 0.0
         return shape.prefill_tokens * self.operations.prefill_us(shape.prefill_position)
 
-    def _two_tracks(self, shapes: Sequence[StepShape]) -> LayerTime:
-        half = self.layer_time(shapes, share=0.5)
+    def _overlapped(self, shapes: Sequence[StepShape], tracks: int) -> LayerTime:
+        part = self.layer_time(shapes, share=1 / tracks)
+        exchange_us, compute_us = tracks * part.exchange_us, tracks * part.compute_us
         return LayerTime(
-            attention_us=2 * half.attention_us,
-            experts_us=2 * half.experts_us,
-            exchange_us=max(0.0, 2 * half.exchange_us - 2 * half.compute_us),
+            attention_us=tracks * part.attention_us,
+            experts_us=tracks * part.experts_us,
+            exchange_us=max(self.comm_share * exchange_us, exchange_us - compute_us),
         )
 
 

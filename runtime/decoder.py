@@ -1,13 +1,14 @@
-"""The model as one generator: token ids in, logits of the asked rows out, a `yield` wherever another rank must answer.
+"""The model as one generator: token ids in, what the asked rows' logits follow from out, a `yield` wherever another
+rank must answer.
 
 Knows weights, the latent cache and the MoE layers; does not know requests, sampling or how many tracks are driven.
 
-Shapes: T tokens here, B rows that get logits, D model, V vocabulary, E experts.
+Shapes: T tokens here, B rows that get logits, D model, V vocabulary, L MoE layers, E experts, K top-k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from attention_mla import LatentCache, PagedView, Rotation, angles, attend, rms_norm
-from ep import Exchange, Pending, Terms
-from moe import MoeLayer, PlacementTable
+from attention_mla import LatentCache, PagedView, Rotation, angles, attention_ops, core, project
+from ep import Exchange, ExchangeBytes, Pending, Terms
+from ep.selftest import self_test
+from moe import MoeLayer, PlacementTable, moe_ops
 
 from .model_config import ModelConfig
 from .weights import DecoderWeights, LayerWeights
@@ -32,6 +34,7 @@ class TrackInput:
     logit_rows_B    int64 indices into T of the tokens whose next token is wanted
     step, track     the tag of every exchange
     terms           what all ranks agreed on for its exchanges
+    halves          whether others may run between the halves of attention
     """
 
     tokens_T: Tensor
@@ -40,26 +43,32 @@ class TrackInput:
     step: int
     track: int
     terms: Terms
+    halves: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderOutput:
     """What a step leaves behind.
 
-    logits_BV   in float32 or wider
+    hidden_BD   the last layer's output where logits are wanted: what `Decoder.logits` takes
     counts_LE   int64: this rank's tokens routed to each expert, one row per MoE layer
     num_pairs   (token, expert) pairs that this rank's own experts computed, all layers together
+    overflow    bool scalar, on the device: rows of this rank did not fit the exchange; None where all rows always do
+    experts_LTK int64 experts of each token, -1 for a padded row; None where nobody asked for them
     """
 
-    logits_BV: Tensor
+    hidden_BD: Tensor
     counts_LE: Tensor
     num_pairs: int = 0
+    overflow: Tensor | None = None
+    experts_LTK: Tensor | None = None
 
 
 class Decoder:
     """One rank's model over its own latent cache.
 
-    `weights` hold this rank's experts only; `exchange` reaches the others; `table` says where every expert sits.
+    `weights` hold this rank's experts only; `exchange` reaches the others; `tables` say, by layer, where every expert
+    sits. `tell_experts`: whether outputs say which experts each token visits.
     """
 
     def __init__(
@@ -69,34 +78,66 @@ class Decoder:
         *,
         cache: LatentCache,
         exchange: Exchange | None,
-        table: PlacementTable | None,
+        tables: Mapping[int, PlacementTable],
         rank: int,
+        ops: str = "reference",
+        tell_experts: bool = False,
     ) -> None:
         self.model = model
         self.weights = weights
         self.cache = cache
         self.dtype = weights.embed_VD.dtype
+        self._exchange = exchange
+        self._sent = ExchangeBytes(0, 0)
+        self._tell_experts = tell_experts
+        self._ops = attention_ops(ops)
+        self.tables = tables
         self.moe_layers = {
             index: MoeLayer(
                 model.moe,
                 layer.moe,
                 exchange=exchange,
-                table=table,
+                table=tables[index],
                 rank=rank,
+                ops=moe_ops(ops),
             )
             for index, layer in enumerate(weights.layers)
-            if layer.moe is not None and model.moe is not None and exchange is not None and table is not None
+            if layer.moe is not None and model.moe is not None and exchange is not None
         }
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether rows may not fit the exchange, so that a step must be known to be clean before it counts."""
+        return self._exchange is not None and self._exchange.may_overflow
+
+    @property
+    def sent_bytes(self) -> ExchangeBytes:
+        """What this rank's exchange has put on the wire since the start."""
+        if self._exchange is not None:
+            now = self._exchange.take_bytes()
+            self._sent = ExchangeBytes(self._sent.network + now.network, self._sent.node + now.node)
+        return self._sent
+
+    def self_test(self) -> None:
+        """All ranks together, before the first step: whether rows find their slots and come back. See `ep.selftest`."""
+        if self._exchange is not None:
+            self_test(self._exchange)
+
+    def check_faults(self) -> None:
+        """Raise TagMismatch if a rank was elsewhere in the program and the exchange did not ask; the host waits."""
+        if self._exchange is not None:
+            self._exchange.check_faults()
 
     def stages(self, batch: TrackInput) -> Generator[Pending[Any] | None, Any, DecoderOutput]:
         """Run the layers over one micro-batch; a rank with no tokens runs them as well, with T = 0."""
         x_TD = self.weights.embed_VD[batch.tokens_T]
         rotation = angles(self.model.mla.rope, self.model.mla.qk_rope_head_dim, batch.view.positions_T, self.dtype)
-        counts = []
+        plan = self._ops.plan(batch.view, config=self.model.mla, dtype=self.dtype)
+        counts, chosen = [], []
         num_pairs = 0
         for index, layer in enumerate(self.weights.layers):
-            x_TD = x_TD + self._attention(x_TD, layer, index, batch, rotation)
-            h_TD = rms_norm(x_TD, layer.post_norm_D, self.model.rms_norm_eps)
+            attended_TD = yield from self._attention(x_TD, layer, index, batch, rotation, plan)
+            x_TD, h_TD = self._ops.add_norm(x_TD, attended_TD, layer.post_norm_D, self.model.rms_norm_eps)
             if layer.dense is not None:
                 x_TD = x_TD + layer.dense(h_TD)
                 continue
@@ -110,27 +151,37 @@ class Decoder:
             )
             x_TD = x_TD + out.out_TD
             counts.append(out.counts_E)
+            if self._tell_experts:
+                chosen.append(out.experts_TK)
             num_pairs += out.num_pairs
-        logits_BV = self._logits(x_TD[batch.logit_rows_B])
         experts = self.model.moe.num_experts if self.model.moe is not None else 0
         counts_LE = torch.stack(counts) if counts else torch.zeros(0, experts, dtype=torch.int64)
-        return DecoderOutput(logits_BV=logits_BV, counts_LE=counts_LE, num_pairs=num_pairs)
-
-    def _attention(
-        self, x_TD: Tensor, layer: LayerWeights, index: int, batch: TrackInput, rotation: Rotation
-    ) -> Tensor:
-        h_TD = rms_norm(x_TD, layer.input_norm_D, self.model.rms_norm_eps)
-        return attend(
-            h_TD,
-            layer.attention,
-            config=self.model.mla,
-            cache=self.cache,
-            layer=index,
-            view=batch.view,
-            rotation=rotation,
+        overflow = self._exchange.take_overflow() if self._exchange is not None else None
+        hidden_BD = x_TD[batch.logit_rows_B]
+        return DecoderOutput(
+            hidden_BD=hidden_BD,
+            counts_LE=counts_LE,
+            num_pairs=int(num_pairs),
+            overflow=overflow,
+            experts_LTK=torch.stack(chosen) if chosen else None,
         )
 
-    def _logits(self, x_BD: Tensor) -> Tensor:
-        """[B, V] in the head's dtype, which is float32 or wider: 16-bit logits would tie where the model does not."""
-        h_BD = rms_norm(x_BD, self.weights.norm_D, self.model.rms_norm_eps)
+    def _attention(
+        self, x_TD: Tensor, layer: LayerWeights, index: int, batch: TrackInput, rotation: Rotation, plan: Any
+    ) -> Generator[None, None, Tensor]:
+        h_TD = self._ops.norm(x_TD, layer.input_norm_D, self.model.rms_norm_eps)
+        config, view, cache, ops = self.model.mla, batch.view, self.cache, self._ops
+        queries = project(
+            h_TD, layer.attention, config=config, cache=cache, layer=index, view=view, rotation=rotation, ops=ops
+        )
+        if batch.halves:
+            yield
+        return core(queries, layer.attention, config=config, cache=cache, layer=index, view=view, ops=ops, plan=plan)
+
+    def logits(self, x_BD: Tensor) -> Tensor:
+        """[B, V] in the head's dtype, which is float32 or wider: 16-bit logits would tie where the model does not.
+
+        Rows of all tracks at once: the head is the largest of the matrices, and so it is read once a step.
+        """
+        h_BD = self._ops.norm(x_BD, self.weights.norm_D, self.model.rms_norm_eps)
         return linear(h_BD.to(self.weights.head_VD.dtype), self.weights.head_VD)

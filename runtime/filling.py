@@ -66,25 +66,24 @@ class StepFiller:
     def _propose_decodes(self, step: _Step) -> list[Request]:
         """Rows for running requests that lack one token only; returns those that lack more, in order of service."""
         running = tuple(self._roster.running)
+        page_size, waits_for_drafts = self._pool.page_size, self._drafter is not None
         prompts: list[Request] = []
         for index, request in enumerate(running):
+            num_computed = request.num_computed
             num_known = len(request.tokens) + request.num_pending
-            gap = num_known - request.num_computed
-            if gap > 1:
+            if num_known - num_computed > 1:
                 prompts.append(request)
-            elif gap == 1 and step.budget and self._may_decode(request) and self._grow(step, request, num_known):
+            elif num_known > num_computed and step.budget and request.status is Status.RUNNING:
+                if request.num_pending and (waits_for_drafts or num_known >= request.max_len):
+                    continue  # the token in flight is its last, or drafts are to follow it
+                if num_known > len(request.pages) * page_size and not self._grow(step, request):
+                    continue
                 num_drafts = 0
                 if self._drafter is not None:
                     num_drafts = self._draft(request, spare=step.budget - (len(running) - index))
-                step.rows.append(Row(request, request.num_computed, 1 + num_drafts, num_drafts, True))
+                step.rows.append(Row(request, num_computed, 1 + num_drafts, num_drafts, True))
                 step.budget -= 1 + num_drafts
         return prompts
-
-    def _may_decode(self, request: Request) -> bool:
-        """Not if it was preempted in this step, if the token in flight is its last, or if drafts are to follow it."""
-        if request.status is not Status.RUNNING:
-            return False
-        return not request.num_pending or (request.num_known < request.max_len and self._drafter is None)
 
     def _draft(self, request: Request, *, spare: int) -> int:
         """Ask for drafts and keep those that fit: within `spare` tokens of budget, the length limit and free pages.
@@ -146,13 +145,11 @@ class StepFiller:
         if request.num_preemptions == 0:
             request.num_cached = request.num_computed
 
-    def _grow(self, step: _Step, request: Request, num_known: int) -> bool:
-        """A page for the newest token, should the request's last one be full; False when it must wait for one.
+    def _grow(self, step: _Step, request: Request) -> bool:
+        """A page for the newest token, since the request's last one is full; False when it must wait for one.
 
         Nobody is admitted in a step in which somebody lacked a page.
         """
-        if num_known <= len(request.pages) * self._pool.page_size:
-            return True
         if not self._pool.num_free:
             step.closed = True
             self._make_room(request)

@@ -9,7 +9,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One device: bytes, and per second operations and bytes at its peak. 0 where there is no such thing."""
+    """One device: bytes, and per second operations and bytes at its peak. 0 where there is no such thing.
+
+    multiprocessors   what kernels and exchanges share; may be left out of a file
+    """
 
     name: str
     memory_bytes: int
@@ -18,6 +21,7 @@ class Hardware:
     memory_bytes_per_s: float
     link_bytes_per_s: float
     network_bytes_per_s: float
+    multiprocessors: int = 0
 
 
 def read_hardware(path: Path | str) -> Hardware:
@@ -32,6 +36,7 @@ def read_hardware(path: Path | str) -> Hardware:
     for name in data:
         if name not in names:
             raise ValueError(f"{path}: {name} is unknown; the fields are {', '.join(names)}")
+    data.setdefault("multiprocessors", 0)
     for name in names:
         if name not in data:
             raise ValueError(f"{path}: {name} is missing; the fields are {', '.join(names)}")

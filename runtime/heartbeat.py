@@ -15,6 +15,9 @@ the same as once, and taking one back is enough to go on.
              votes show nothing in flight anywhere. Requests keep their pages; the first votes without the wish go on.
     drain    in force as soon as any rank wishes it: the door takes nothing new (see `routing`), steps go on as ever;
              `drained` when no rank has a request or a step in flight.
+
+Votes also say up to which step everything is clean (see `rerun`): what the plan calls clean may be finished; what it
+calls for again is run again instead of a new step, in a pause too, and the proposals of that step are dropped.
 """
 
 from __future__ import annotations
@@ -22,9 +25,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dbo.policy import Choice, OverlapState
 from ep.errors import SerriedError
 
 from .cadence import CadenceConfig, CadenceState, Reason, StepBudget, advance, tokens_run
+from .overlap import decide_tracks
+from .rerun import Overflows, find_clean
 from .votes import Vote
 
 __all__ = ["MUST_AGREE", "Disagreement", "HeartbeatState", "StepPlan", "Vote", "decide"]
@@ -44,12 +50,16 @@ class HeartbeatState:
     """What the next plan depends on besides the votes; equal on all ranks as long as they saw the same votes."""
 
     cadence: CadenceState = field(default_factory=CadenceState)
+    overflows: Overflows = field(default_factory=Overflows)
+    overlap: OverlapState = field(default_factory=OverlapState)
     wave: int = 0
 
     @classmethod
-    def start(cls, config: CadenceConfig, *, budget: StepBudget | None = None) -> HeartbeatState:
+    def start(
+        cls, config: CadenceConfig, *, budget: StepBudget | None = None, overlap: OverlapState | None = None
+    ) -> HeartbeatState:
         """Before the first step. `budget` turns `config.itl_target_ms` into tokens (see `costs.ItlBudget`)."""
-        return cls(cadence=CadenceState(config=config, budget=budget))
+        return cls(cadence=CadenceState(config=config, budget=budget), overlap=overlap or OverlapState())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +77,12 @@ class StepPlan:
     pause, paused     launch nothing; and nothing is in flight anywhere
     drain, drained    take no new request; and none is left anywhere
     failed            the lowest rank that votes an error, None when there is none: everybody stops
+    clean             steps up to this one are clean on all ranks, and may be finished
+    rerun_from        run again, exact, all steps from this one that are in flight, and nothing new; None = nothing
+    capacity_level    how often the exchange's capacities were raised
+    tracks            micro-batches that every rank cuts the step into
+    track_tokens      the largest number of tokens any rank has in one of them
+    overlap           why so many
     """
 
     step: int
@@ -82,9 +98,15 @@ class StepPlan:
     drain: bool
     drained: bool
     failed: int | None
+    clean: int
+    rerun_from: int | None
+    capacity_level: int
+    tracks: int
+    track_tokens: int
+    overlap: Choice
 
 
-MUST_AGREE = ("sequence", "epoch", "config_hash")
+MUST_AGREE = ("sequence", "epoch", "config_hash", "last_read")
 
 
 def decide(votes: Sequence[Vote], state: HeartbeatState) -> tuple[StepPlan, HeartbeatState]:
@@ -99,12 +121,15 @@ def decide(votes: Sequence[Vote], state: HeartbeatState) -> tuple[StepPlan, Hear
     pause = any(vote.pause for vote in votes)
     drain = any(vote.drain for vote in votes)
     unfinished = any(vote.unfinished for vote in votes)
-    quiet = not any(vote.in_flight for vote in votes)
+    clean, rerun_from = find_clean(votes)
+    overflows = state.overflows if rerun_from is None else state.overflows.add(votes[0].sequence)
+    quiet = rerun_from is None and not any(vote.in_flight for vote in votes)
     last = failed is None and quiet and not unfinished
     allowed, cadence, reason = 0, state.cadence, Reason.HALTED
-    if unfinished and not pause and failed is None:
+    if unfinished and not pause and rerun_from is None and failed is None:
         allowed, cadence, reason = advance(votes, state.cadence)
     bucket = 0 if reason is Reason.HALTED else max([tokens_run(vote, allowed) for vote in votes])
+    cut = decide_tracks(votes, state.overlap, bucket=bucket, prefill_allowed=allowed)
     plan = StepPlan(
         step=votes[0].sequence,
         wave=state.wave,
@@ -119,10 +144,15 @@ def decide(votes: Sequence[Vote], state: HeartbeatState) -> tuple[StepPlan, Hear
         drain=drain,
         drained=drain and last,
         failed=failed,
+        clean=clean,
+        rerun_from=rerun_from,
+        capacity_level=overflows.level,
+        tracks=cut.tracks,
+        track_tokens=cut.track_tokens,
+        overlap=cut.choice,
     )
-    if last:
-        return plan, HeartbeatState(cadence=cadence.next_wave(), wave=state.wave + 1)
-    return plan, HeartbeatState(cadence=cadence, wave=state.wave)
+    cadence = cadence.next_wave() if last else cadence
+    return plan, HeartbeatState(cadence=cadence, overflows=overflows, overlap=cut.state, wave=state.wave + last)
 
 
 def _check_agree(votes: Sequence[Vote], name: str) -> None:

@@ -29,14 +29,16 @@ from dataclasses import dataclass
 from typing import Any, Self, cast
 
 import torch
+from torch import Tensor
 
 from ep import Pending, ThreadGroup
 from eplb import ExpertLoad
 
-from .batch import TokenTable
+from .batch import RequestTable
 from .cadence import CadenceConfig
 from .control import Control
 from .decoder import Decoder, DecoderOutput, TrackInput
+from .experts import Experts
 from .heartbeat import HeartbeatState
 from .letters import NewsLetter, frames_of
 from .outputs import News
@@ -164,8 +166,21 @@ def _time_idle_votes(control: Control, votes: int) -> list[int]:
 
 
 def _time_steps(control: Control, load: Load) -> PartClock:
-    """All requests' prompts first, then `load.steps` steps in which all of them decode."""
+    """`load.steps` steps in which all requests decode."""
     clock = PartClock()
+    worker = full_house(control, load, clock)
+    clock.forget()
+    with torch.inference_mode():
+        for _ in range(load.steps):
+            worker.step()
+            clock.end_step()
+    rows = len(worker.in_flight.unread[-1].rows) if worker.in_flight else load.requests
+    assert rows == load.requests, f"{rows} rows in the last step; all {load.requests} requests should decode"
+    return clock
+
+
+def full_house(control: Control, load: Load, clock: PartClock) -> Worker:
+    """A worker whose requests all decode from its next step on; called on all ranks at the same time."""
     requests = _requests(load)
     worker = _worker(control, load, clock)
     for request in requests:
@@ -173,13 +188,7 @@ def _time_steps(control: Control, load: Load) -> PartClock:
     with torch.inference_mode():
         while any(request.num_output < 2 for request in requests):
             worker.step()
-        clock.forget()
-        for _ in range(load.steps):
-            worker.step()
-            clock.end_step()
-    rows = len(worker.in_flight[-1].batch.rows) if worker.in_flight else load.requests
-    assert rows == load.requests, f"{rows} rows in the last step; all {load.requests} requests should decode"
-    return clock
+    return worker
 
 
 class PartClock:
@@ -244,7 +253,14 @@ class _FixedModel:
     def stages(self, batch: TrackInput) -> Generator[Pending[Any] | None, Any, DecoderOutput]:
         """See `Decoder.stages`."""
         yield from ()
-        return DecoderOutput(logits_BV=self._logits_BV[: len(batch.logit_rows_B)], counts_LE=self._counts_LE)
+        return DecoderOutput(hidden_BD=self._logits_BV[: len(batch.logit_rows_B)], counts_LE=self._counts_LE)
+
+    def logits(self, hidden_BD: Tensor) -> Tensor:
+        """See `Decoder.logits`."""
+        return hidden_BD
+
+    def check_faults(self) -> None:
+        """Nothing is exchanged."""
 
 
 def _requests(load: Load) -> list[Request]:
@@ -284,11 +300,11 @@ def _worker(control: Control, load: Load, clock: PartClock) -> Worker:
 
     device = torch.device("cpu")
     return Worker(
-        decoder=cast(Decoder, _FixedModel(load)),  # the worker asks for stages() only
+        decoder=cast(Decoder, _FixedModel(load)),  # the worker asks for stages() and logits() only
         scheduler=Scheduler(config, pool, prefix),
         pool=pool,
         prefix=prefix,
-        table=TokenTable(load.requests, longest, device=device),
+        table=RequestTable(load.requests, longest, page_size=load.page_size, device=device),
         transport=ThreadGroup(control.size).transports[control.rank],  # to say who this is: nothing is exchanged
         control=control,
         recorder=clock,
@@ -296,8 +312,7 @@ def _worker(control: Control, load: Load, clock: PartClock) -> Worker:
         stragglers=StragglerState(),
         async_depth=load.async_depth,
         config_hash=0,
-        load=ExpertLoad(load.moe_layers, load.experts, device=device),
-        placement=None,
+        experts=Experts(ExpertLoad(load.moe_layers, load.experts, device=device)),
         emit=tell,
         notify=lambda _: None,
         inbox=Tray(),

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 
 from attention_mla import mla_shapes
+from eplb.migration import pool_bytes
 from moe import expert_shapes, mlp_shapes, router_shapes, shared_shapes, spread
 from moe.quant import num_blocks
 
@@ -31,8 +32,9 @@ class MemoryNumbers:
     """What the plan depends on besides the model.
 
     dtype_bytes is the run dtype's size. device_bytes is what one rank may count as its own. exchange_buffer_bytes is
-    what the exchange allocates. The cache is num_pages, else cache_bytes, else what is left; without num_pages never
-    more than max_num_seqs requests of max_model_len can use.
+    what the exchange allocates. redundant_experts are a layer's slots beyond one an expert; migration_limit is what a
+    rank gets of moving experts in a step, 0 where none move. The cache is num_pages, else cache_bytes, else what is
+    left; without num_pages never more than max_num_seqs requests of max_model_len can use.
     """
 
     ranks: int
@@ -44,6 +46,8 @@ class MemoryNumbers:
     page_size: int = 64
     keep_fp8: bool = False
     exchange_buffer_bytes: int = 0
+    redundant_experts: int = 0
+    migration_limit: int = 0
     gpu_memory_utilization: float = 0.92
     num_pages: int | None = None
     cache_bytes: int | None = None
@@ -84,11 +88,12 @@ class WorkspaceBytes:
     token_table: int
     logits: int
     activations: int
+    migration: int = 0
 
     @property
     def total(self) -> int:
         """All parts."""
-        return self.exchange + self.token_table + self.logits + self.activations
+        return self.exchange + self.token_table + self.logits + self.activations + self.migration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,9 +169,9 @@ class MemoryPlan:
 
 def plan_memory(model: ModelConfig, numbers: MemoryNumbers) -> MemoryPlan:
     """Plan the fullest rank. Raises ValueError for more ranks than experts; what does not fit is in the plan."""
-    slots = spread(model.moe.num_experts, numbers.ranks).slots_per_rank if model.moe is not None else 0
+    slots = _slots_per_rank(model, numbers)
     weights = _weights(model, numbers, slots)
-    workspaces = _workspaces(model, numbers)
+    workspaces = _workspaces(model, numbers, slots)
     kv_bytes = model.num_layers * model.mla.latent_width * numbers.dtype_bytes
     budget = int(numbers.device_bytes * numbers.gpu_memory_utilization)
     left = budget - weights.total - workspaces.total
@@ -191,7 +196,8 @@ def plan_lines(plan: MemoryPlan, *, contexts: tuple[int, ...] = (1024, 4096, 163
         f"  embedding and head  {gib(weights.embedding + weights.head)}",
         f"  routers and norms   {gib(weights.router + weights.norms)}",
         f"workspaces            {gib(work.total)}  (exchange {gib(work.exchange)}, tokens {gib(work.token_table)}, "
-        f"logits {gib(work.logits)}, activations at most {gib(work.activations)})",
+        f"logits {gib(work.logits)}, activations at most {gib(work.activations)}"
+        + (f", moving experts {gib(work.migration)})" if work.migration else ")"),
         f"latent cache          {gib(plan.cache_bytes)}  ({plan.num_pages} pages of {numbers.page_size} tokens, "
         f"{plan.kv_bytes_per_token:,} B a token)",
         f"device                {gib(numbers.device_bytes)} x {numbers.gpu_memory_utilization:g} = "
@@ -222,6 +228,11 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / 1024:.2f} KiB" if num_bytes >= 1024 else f"{num_bytes} B"
 
 
+def _slots_per_rank(model: ModelConfig, numbers: MemoryNumbers) -> int:
+    moe, redundant = model.moe, numbers.redundant_experts
+    return spread(moe.num_experts, numbers.ranks, redundant).slots_per_rank if moe is not None else 0
+
+
 def _weights(model: ModelConfig, numbers: MemoryNumbers, slots: int) -> WeightBytes:
     hidden, moe, num_moe = model.hidden_size, model.moe, len(model.moe_layers)
     size, wide = numbers.dtype_bytes, numbers.wide_bytes
@@ -250,7 +261,7 @@ def expert_bytes(model: ModelConfig, *, dtype_bytes: int, keep_fp8: bool) -> int
     return total(shapes) + blocks * _SCALE_BYTES
 
 
-def _workspaces(model: ModelConfig, numbers: MemoryNumbers) -> WorkspaceBytes:
+def _workspaces(model: ModelConfig, numbers: MemoryNumbers, slots: int) -> WorkspaceBytes:
     table = numbers.max_num_seqs * (numbers.max_model_len + 1) * _TOKEN_ID_BYTES
     # The logits, their log-softmax, and the sorted copy that top-k and top-p need.
     logits = 3 * numbers.max_num_seqs * model.vocab_size * numbers.wide_bytes
@@ -259,7 +270,15 @@ def _workspaces(model: ModelConfig, numbers: MemoryNumbers) -> WorkspaceBytes:
         token_table=table,
         logits=logits,
         activations=numbers.max_num_batched_tokens * _activation_bytes_per_token(model, numbers),
+        migration=_migration_bytes(model, numbers, slots),
     )
+
+
+def _migration_bytes(model: ModelConfig, numbers: MemoryNumbers, slots: int) -> int:
+    """What arrives waits until all ranks have theirs: a layer's slots at most, whichever layer it is."""
+    blob_bytes = expert_bytes(model, dtype_bytes=numbers.dtype_bytes, keep_fp8=numbers.keep_fp8)
+    limit = numbers.migration_limit
+    return pool_bytes(places=slots, blob_bytes=blob_bytes, limit=limit) if limit else 0
 
 
 def _activation_bytes_per_token(model: ModelConfig, numbers: MemoryNumbers) -> int:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ep import PeerFailed
-from moe import ExpertPlacement
 
 from .checkpoint import TensorSource, Wanted
 from .model_config import ModelConfig
@@ -27,7 +26,7 @@ from .node_share import NodePeers, NodeShare, Ticket
 from .progress import OnProgress, counted
 from .startup import KernelReads, LoadReport
 from .weight_layout import Arena, Places, lay_out_shared, own_memory
-from .weights import DecoderWeights, bytes_to_read, lay_out_banks, verify_held
+from .weights import DecoderWeights, Placements, bytes_to_read, lay_out_banks, verify_held
 
 _MICRO = 1_000_000
 
@@ -43,7 +42,7 @@ class LoadedRank:
 def load_rank(
     source: TensorSource,
     model: ModelConfig,
-    placement: ExpertPlacement | None,
+    placement: Placements,
     *,
     peers: NodePeers,
     dtype: torch.dtype,

@@ -1,8 +1,13 @@
-"""What a caller of the engine gets: events while a request decodes, and its whole answer at the end. Values only."""
+"""What a caller of the engine gets: events while a request decodes, and its whole answer at the end. Values only.
+
+`News` is made for every token, so it is a struct that is quick to make and travels as a plain list.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+import msgspec
 
 from .request import FinishReason
 from .samples import TokenLogprob
@@ -41,8 +46,7 @@ class RequestOutput:
     num_preemptions: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class News:
+class News(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a rank says of one request after a step: all that crosses to whoever asked for it."""
 
     request_id: str

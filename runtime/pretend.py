@@ -90,7 +90,7 @@ class PretendDevice:
         places = range(row.end - row.num_drafts, row.end + 1)
         sampled = [self.model.next_token(request.id, position, marks[position - 1]) for position in places]
         tokens.update(zip(places, sampled, strict=True))
-        return SampledRow(sampled, [(request.id, token) for token in sampled])
+        return SampledRow(tuple(sampled), [(request.id, token) for token in sampled])
 
     def _tokens_of(self, row: Row) -> dict[int, int]:
         """The request's line of the table: written by the host when it enters the slot, and drafts every time."""

@@ -64,15 +64,21 @@ class Unwatched:
 
 
 class Watched(Unwatched):
-    """Stamps on a board as well."""
+    """Stamps on a board as well.
+
+    A step that is run again is stamped as part of the step in which that happens: places on the board only grow, and
+    whoever is behind is found by that.
+    """
 
     def __init__(self, board: Board) -> None:
         super().__init__()
         self._board = board
+        self._newest = -1
 
     def stamp(self, phase: Phase, step: int, layer: int = 0) -> None:
         super().stamp(phase, step, layer)
-        self._board.stamp(phase, step, max(layer, 0))
+        self._newest = max(self._newest, step)
+        self._board.stamp(phase, self._newest, max(layer, 0))
 
     def wait(self) -> None:
         super().wait()
@@ -105,7 +111,11 @@ class StampedTransport:
 
     def all_gather(self, row: Tensor, *, tag: Tag) -> Pending[Tensor]:
         """See `ep.Transport`."""
-        return self._transport.all_gather(row, tag=tag)
+        if tag.kind is not Kind.MIGRATE:
+            return self._transport.all_gather(row, tag=tag)
+        self._recorder.stamp(Phase.MIGRATE, tag.step, tag.layer)
+        pending = self._transport.all_gather(row, tag=tag)
+        return Pending(lambda: self._wait_for(pending))
 
     def abort(self, cause: BaseException) -> None:
         """See `ep.Transport`."""

@@ -104,7 +104,9 @@ class Rehearsal:
             )
         )
         self.num_launched += 1
-        self.trace.append(tuple((row.request.id, *row[1:]) for row in rows))
+        self.trace.append(
+            tuple((row.request.id, row.start, row.num_tokens, row.num_drafts, row.samples) for row in rows)
+        )
         self.check()
         return sum(row.num_tokens for row in rows)
 

@@ -43,7 +43,7 @@ class Status(Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """A prompt, what is asked of it, and how far it has come. Only the scheduler writes the fields below `stop_ids`."""
+    """A prompt, what is asked of it, and how far it has come. Only the scheduler writes the fields below `is_plain`."""
 
     id: str
     prompt: tuple[int, ...]
@@ -61,10 +61,12 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end it, see `ending_ids`."""
 
+    is_plain: bool = field(init=False)
+    """See `SamplingParams.is_plain`: asked of each row in each step."""
     tokens: list[int] = field(init=False)
     """Prompt and output, as far as the host knows them."""
     num_pending: int = 0
-    """Tokens sampled by launched steps and not read yet: 0 or 1 when a step is proposed."""
+    """Tokens sampled by launched steps and not finished yet: at most one for each step in flight."""
     num_computed: int = 0
     """Tokens whose latents are in the cache, or that launched steps are putting there."""
     drafts: list[int] = field(default_factory=list)
@@ -74,7 +76,7 @@ class Request:
     slot: int | None = None
     """Row of the token table, while it runs and until its last launched step is read."""
     in_flight: int = 0
-    """Launched steps that hold a row of it and are not read yet."""
+    """Launched steps that hold a row of it and are not finished yet."""
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
     num_cached: int = 0
@@ -91,6 +93,7 @@ class Request:
     """Pages, from the first, that need no more publishing."""
 
     def __post_init__(self) -> None:
+        self.is_plain = self.params.is_plain
         self.tokens = list(self.prompt)
 
     @property

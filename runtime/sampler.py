@@ -25,8 +25,8 @@ Why fixed point: integer sums are the same in any order (serial here, a tree in 
 does not depend on how a running sum was computed, and a sum over all V tokens cannot overflow. A token whose weight is
 below 2**-s of the largest (s = 45 for V = 129280) is never drawn; together these are less than V * 2**-s, some 4e-9.
 
-Ties go to the lowest id in every step: argmax is documented to return the first, sorts are stable, and where torch.topk
-is used only its values are believed.
+Ties go to the lowest id in every step: max and argmax are documented to return the first, sorts are stable, and where
+torch.topk is used only its values are believed.
 
 A row without a finite largest logit (a NaN anywhere, +inf, all -inf, or everything masked) is reported in `ok_B`, with
 token 0 and NaN log-probabilities. The other rows do not notice.
@@ -34,14 +34,15 @@ token 0 and NaN log-probabilities. The other rows do not notice.
 Shapes: B rows, V vocabulary, n rows of one group, J single entries, S request slots, H history, K ranked tokens.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .sampler_batch import Draw, Entries, Group, Penalties, Ranking, SamplerBatch, SampleRow
+from .sampler_batch import Draw, Entries, Group, LogprobGroup, Penalties, Ranking, SamplerBatch, SampleRow
 
-__all__ = ["SampleRow", "Sampled", "SamplerBatch", "pick", "rank_ids", "sample"]
+__all__ = ["SampleRow", "Sampled", "SamplerBatch", "pick", "rank_ids", "report", "sample"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,15 +74,12 @@ def sample(logits_BV: Tensor, batch: SamplerBatch, tokens_SH: Tensor) -> Sampled
     for group in batch.groups:
         token_B[group.rows_n], ok_B[group.rows_n] = _choose(logits_BV, group, tokens_SH)
     token_B.masked_fill_(~ok_B, 0)
-    logprob_B, top_ids_BK, top_logprobs_BK = _report(logits_BV, batch, token_B, ok_B)
-    return Sampled(
-        token_B=token_B, ok_B=ok_B, logprob_B=logprob_B, top_ids_BK=top_ids_BK, top_logprobs_BK=top_logprobs_BK
-    )
+    return report(logits_BV, batch.logprob_groups, token_B=token_B, ok_B=ok_B)
 
 
 def _plain(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
-    token_B = logits_BV.argmax(dim=-1)
-    return token_B, logits_BV.gather(1, token_B[:, None])[:, 0].isfinite()
+    max_B, token_B = logits_BV.max(dim=-1)
+    return token_B, max_B.isfinite()
 
 
 def _nothing_chosen(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,11 +217,14 @@ def _without_late_ties(x_nV: Tensor, least_n1: Tensor, num_ranked: int) -> Tenso
     return above_nV | (equal_nV & (equal_nV.cumsum(dim=1, dtype=torch.int32) <= num_equal_n1))
 
 
-def _report(logits_BV: Tensor, batch: SamplerBatch, token_B: Tensor, ok_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def report(logits_BV: Tensor, groups: Iterable[LogprobGroup], *, token_B: Tensor, ok_B: Tensor) -> Sampled:
+    """The chosen tokens with the log-probabilities that were asked for."""
+    groups = tuple(groups)
+    num_most = max((group.num_top for group in groups), default=0)
     logprob_B = torch.full_like(token_B, torch.nan, dtype=logits_BV.dtype)
-    top_ids_BK = token_B.new_full((batch.num_rows, batch.num_top), -1)
+    top_ids_BK = token_B.new_full((len(token_B), num_most), -1)
     top_logprobs_BK = torch.full_like(top_ids_BK, torch.nan, dtype=logits_BV.dtype)
-    for group in batch.logprob_groups:
+    for group in groups:
         rows_n = group.rows_n
         ok_n1, x_nV = ok_B[rows_n, None], logits_BV[rows_n]
         logprobs_nV = x_nV.log_softmax(dim=-1)
@@ -233,4 +234,6 @@ def _report(logits_BV: Tensor, batch: SamplerBatch, token_B: Tensor, ok_B: Tenso
             ids_nK = rank_ids(torch.where(ok_n1, x_nV, 0.0), num_top)
             top_ids_BK[rows_n, :num_top] = ids_nK.masked_fill(~ok_n1, -1)
             top_logprobs_BK[rows_n, :num_top] = logprobs_nV.gather(1, ids_nK).masked_fill_(~ok_n1, torch.nan)
-    return logprob_B, top_ids_BK, top_logprobs_BK
+    return Sampled(
+        token_B=token_B, ok_B=ok_B, logprob_B=logprob_B, top_ids_BK=top_ids_BK, top_logprobs_BK=top_logprobs_BK
+    )

@@ -1,30 +1,32 @@
 """What the sampler does in one step, turned from Python values into tensors: which rows, which rules, which numbers.
 
 Rows that need nothing but the largest logit stay out of all groups (`num_plain`). The others are put together with rows
-that need the same kind of work, at most `GROUP_ROWS` at a time, so that a row pays for what it asks and the work fits
-into a processor's cache. What it does not know: logits, the vocabulary, the model. The grouping changes no result.
+that need the same kind of work, at most `GROUP_LOGITS` logits at a time, so that a row pays for what it asks and the
+work fits into a processor's cache. What it does not know: logits, the model. The grouping changes no result.
 
 Shapes: B rows of the step, n rows of one group, J single entries (token ids of some rows), S request slots.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
-from .philox import seed_bits, uniform
+from .philox import uniform
 from .sampling_params import MAX_INT32, SamplingParams
 
-GROUP_ROWS = 8
+GROUP_LOGITS = 1 << 20
+"""8 rows of a vocabulary of 131,072."""
 SAMPLE_DRAW = 0
 """The `draw` word of the random counter for the one number that picks a token."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleRow:
+class SampleRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One token to be sampled. `seed` is the request's own or the one drawn for it at admission."""
 
     params: SamplingParams
@@ -119,20 +121,33 @@ class SamplerBatch:
     logprob_groups: tuple[LogprobGroup, ...]
 
     @classmethod
-    def build(cls, rows: Sequence[SampleRow], *, device: torch.device | str = "cpu") -> "SamplerBatch":
-        """Zero rows are an ordinary batch. Nothing is checked here that `SamplingParams` has checked."""
+    def build(
+        cls,
+        rows: Mapping[int, SampleRow],
+        *,
+        num_rows: int,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+    ) -> "SamplerBatch":
+        """`rows` by their place among the `num_rows` rows of logits; those that are left out are plain.
+
+        Zero rows are an ordinary batch. Nothing is checked here that `SamplingParams` has checked.
+        """
         kinds: defaultdict[tuple[bool, Ranking, bool], list[int]] = defaultdict(list)
-        for index, row in enumerate(rows):
-            if not _is_plain(row):
-                kinds[_kind(row.params)].append(index)
-        drawn = [index for key, indices in kinds.items() if key[0] for index in indices]
-        random = dict(zip(drawn, _random_numbers([rows[index] for index in drawn]), strict=True))
-        groups = [_group(rows, part, random, device) for indices in kinds.values() for part in _parts(indices)]
+        for index, row in rows.items():
+            kind = _kind(row.params)
+            if kind != _PLAIN or row.params.logit_bias or masked_ids(row):
+                kinds[kind].append(index)
+        groups = [
+            _group([rows[index] for index in part], part, device)
+            for kind, indices in kinds.items()
+            for part in _parts(indices, max(vocab_size, _longest_history(rows, indices) if kind[2] else 0))
+        ]
         return cls(
-            num_rows=len(rows),
-            num_plain=len(rows) - sum(map(len, kinds.values())),
+            num_rows=num_rows,
+            num_plain=num_rows - sum(map(len, kinds.values())),
             groups=tuple(groups),
-            logprob_groups=tuple(_logprob_groups(rows, device)),
+            logprob_groups=tuple(logprob_groups(rows, vocab_size, device)),
         )
 
     @property
@@ -141,13 +156,14 @@ class SamplerBatch:
         return max((group.num_top for group in self.logprob_groups), default=0)
 
 
-def _is_plain(row: SampleRow) -> bool:
-    params = row.params
-    return params.is_greedy and not params.has_penalties and not params.logit_bias and not _masked_ids(row)
+_PLAIN = (False, Ranking.NONE, False)
 
 
 def _kind(params: SamplingParams) -> tuple[bool, Ranking, bool]:
-    return not params.is_greedy, Ranking.NONE if params.is_greedy else _ranking(params), params.has_penalties
+    """Whether a number is drawn, what is ranked for it, and whether the history is looked at."""
+    if params.is_greedy:
+        return False, Ranking.NONE, params.has_penalties
+    return True, _ranking(params), params.has_penalties
 
 
 def _ranking(params: SamplingParams) -> Ranking:
@@ -156,38 +172,33 @@ def _ranking(params: SamplingParams) -> Ranking:
     return Ranking.TOP_P if params.top_p < 1.0 else Ranking.NONE
 
 
-def _masked_ids(row: SampleRow) -> frozenset[int]:
+def masked_ids(row: SampleRow) -> frozenset[int]:
     if row.num_output >= row.params.min_tokens:
         return frozenset()
     return row.stop_ids.union(row.params.stop_token_ids)
 
 
-def _parts(indices: Sequence[int]) -> Iterable[Sequence[int]]:
-    return (indices[start : start + GROUP_ROWS] for start in range(0, len(indices), GROUP_ROWS))
+def _longest_history(rows: Mapping[int, SampleRow], indices: Iterable[int]) -> int:
+    return max([rows[index].position for index in indices])
 
 
-def _random_numbers(rows: Sequence[SampleRow]) -> list[float]:
-    if not rows:
-        return []
-    seed_B = torch.tensor([seed_bits(row.seed) for row in rows])
-    position_B = torch.tensor([row.position for row in rows])
-    choice_B = torch.tensor([row.choice_index for row in rows])
-    return uniform(seed_B, position_B=position_B, choice_B=choice_B, draw=SAMPLE_DRAW).tolist()
+def _parts(indices: Sequence[int], width: int) -> Iterable[Sequence[int]]:
+    """Rows of `width` numbers each, as many together as `GROUP_LOGITS` allows."""
+    size = max(GROUP_LOGITS // width, 1)
+    return (indices[start : start + size] for start in range(0, len(indices), size))
 
 
-def _group(
-    rows: Sequence[SampleRow], indices: Sequence[int], random: dict[int, float], device: torch.device | str
-) -> Group:
-    members = [rows[index] for index in indices]
+def _group(members: Sequence[SampleRow], indices: Sequence[int], device: torch.device | str) -> Group:
+    """Rows of one kind, and their places among the logits."""
     is_drawn, ranking, has_penalties = _kind(members[0].params)
     biases = [(n, token_id, value) for n, row in enumerate(members) for token_id, value in _bias_items(row)]
-    masked = [(n, token_id, -torch.inf) for n, row in enumerate(members) for token_id in sorted(_masked_ids(row))]
+    masked = [(n, token_id, -torch.inf) for n, row in enumerate(members) for token_id in sorted(masked_ids(row))]
     return Group(
-        rows_n=torch.tensor(indices, device=device),
-        bias=_entries(biases, device),
+        rows_n=int_column(indices, device),
+        bias=entries_of(biases, device),
         penalties=_penalties(members, device) if has_penalties else None,
-        masked=_entries(masked, device),
-        draw=_draw(members, [random[index] for index in indices], ranking, device) if is_drawn else None,
+        masked=entries_of(masked, device),
+        draw=_draw(members, ranking, device) if is_drawn else None,
     )
 
 
@@ -195,22 +206,22 @@ def _bias_items(row: SampleRow) -> Iterable[tuple[int, float]]:
     return (row.params.logit_bias or {}).items()
 
 
-def _entries(entries: Sequence[tuple[int, int, float]], device: torch.device | str) -> Entries | None:
+def entries_of(entries: Sequence[tuple[int, int, float]], device: torch.device | str) -> Entries | None:
     if not entries:
         return None
     rows, ids, values = zip(*entries, strict=True)
     return Entries(
-        rows_J=torch.tensor(rows, device=device),
-        ids_J=torch.tensor(ids, device=device),
+        rows_J=int_column(rows, device),
+        ids_J=int_column(ids, device),
         values_J=_column(values, device)[:, 0],
     )
 
 
 def _penalties(members: Sequence[SampleRow], device: torch.device | str) -> Penalties:
     return Penalties(
-        slot_n=torch.tensor([row.slot for row in members], device=device),
-        position_n1=torch.tensor([[row.position] for row in members], device=device),
-        prompt_len_n1=torch.tensor([[row.prompt_len] for row in members], device=device),
+        slot_n=int_column([row.slot for row in members], device),
+        position_n1=int_column([row.position for row in members], device)[:, None],
+        prompt_len_n1=int_column([row.prompt_len for row in members], device)[:, None],
         history_len=max(row.position for row in members),
         repetition_n1=_column([row.params.repetition_penalty for row in members], device),
         presence_n1=_column([row.params.presence_penalty for row in members], device),
@@ -218,29 +229,41 @@ def _penalties(members: Sequence[SampleRow], device: torch.device | str) -> Pena
     )
 
 
-def _draw(members: Sequence[SampleRow], random: Sequence[float], ranking: Ranking, device: torch.device | str) -> Draw:
-    top_ks = [row.params.top_k if row.params.top_k > 0 else MAX_INT32 for row in members]
-    min_ps = [row.params.min_p for row in members]
+def _draw(members: Sequence[SampleRow], ranking: Ranking, device: torch.device | str) -> Draw:
+    random_n = uniform(
+        [row.seed for row in members],
+        positions=[row.position for row in members],
+        choices=[row.choice_index for row in members],
+        draw=SAMPLE_DRAW,
+    )
+    params = [row.params for row in members]
+    top_ks = [each.top_k if each.top_k > 0 else MAX_INT32 for each in params]
+    min_ps = [each.min_p for each in params]
     return Draw(
-        random_n=_column(random, device)[:, 0],
-        temperature_n1=_column([row.params.temperature for row in members], device),
+        random_n=torch.from_numpy(random_n).to(device),
+        temperature_n1=_column([each.temperature for each in params], device),
         min_p_n1=_column(min_ps, device) if any(min_ps) else None,
-        top_k_n1=torch.tensor(top_ks, device=device)[:, None],
-        top_p_n1=_column([row.params.top_p for row in members], device),
+        top_k_n1=int_column(top_ks, device)[:, None],
+        top_p_n1=_column([each.top_p for each in params], device),
         ranking=ranking,
         max_top_k=max(top_ks),
     )
 
 
+def int_column(values: Sequence[int], device: torch.device | str) -> Tensor:
+    """int64 [n]; by way of numpy, which reads a list several times as fast as torch does."""
+    return torch.from_numpy(np.array(values, dtype=np.int64)).to(device)
+
+
 def _column(values: Sequence[float], device: torch.device | str) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
+    """float64 [n, 1]."""
+    return torch.from_numpy(np.array(values, dtype=np.float64)).to(device)[:, None]
 
 
-def _logprob_groups(rows: Sequence[SampleRow], device: torch.device | str) -> Iterable[LogprobGroup]:
-    wanted = {index: row.params.logprobs for index, row in enumerate(rows) if row.params.logprobs is not None}
+def logprob_groups(
+    rows: Mapping[int, SampleRow], vocab_size: int, device: torch.device | str
+) -> Iterable[LogprobGroup]:
+    wanted = {index: row.params.logprobs for index, row in rows.items() if row.params.logprobs is not None}
     by_num_top = sorted(wanted, key=lambda index: wanted[index])
-    for part in _parts(by_num_top):
-        yield LogprobGroup(
-            rows_n=torch.tensor(part, device=device),
-            num_top=max(wanted[index] for index in part),
-        )
+    for part in _parts(by_num_top, vocab_size):
+        yield LogprobGroup(rows_n=int_column(part, device), num_top=max([wanted[index] for index in part]))

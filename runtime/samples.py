@@ -21,14 +21,17 @@ class TokenLogprob(NamedTuple):
     top: dict[int, float]
 
 
-def sample_rows(rows: Sequence[Row]) -> list[SampleRow]:
-    """An entry for each position that gets logits, in the order of those logits."""
-    return [
-        _sample_row(row.request, position)
-        for row in rows
-        if row.samples
-        for position in range(row.end - row.num_drafts, row.end + 1)
-    ]
+def sample_rows(rows: Sequence[Row]) -> dict[int, SampleRow]:
+    """What positions that get logits ask of the sampler, by their place among those logits; plain ones are left out."""
+    asked: dict[int, SampleRow] = {}
+    place = 0
+    for row in rows:
+        if row.samples:
+            if not row.request.is_plain:
+                for index in range(1 + row.num_drafts):
+                    asked[place + index] = _sample_row(row.request, row.end - row.num_drafts + index)
+            place += 1 + row.num_drafts
+    return asked
 
 
 def _sample_row(request: Request, position: int) -> SampleRow:
@@ -48,9 +51,8 @@ def read_rows(rows: Sequence[Row], sampled: Sampled | None) -> list[SampledRow |
     """Wait for the device and give each row its samples; None for a row that samples nothing."""
     if sampled is None:
         return [None] * len(rows)
-    tokens = sampled.token_B.masked_fill(~sampled.ok_B, FAILED_TOKEN).tolist()
-    wanted = any(row.samples and row.request.params.logprobs is not None for row in rows)
-    logprobs = _Logprobs(sampled) if wanted else None
+    tokens = tuple(sampled.token_B.masked_fill(~sampled.ok_B, FAILED_TOKEN).tolist())
+    logprobs: _Logprobs | None = None
     answers: list[SampledRow | None] = []
     begin = 0
     for row in rows:
@@ -58,15 +60,11 @@ def read_rows(rows: Sequence[Row], sampled: Sampled | None) -> list[SampledRow |
             answers.append(None)
             continue
         end = begin + 1 + row.num_drafts
-        num_top = row.request.params.logprobs
-        answers.append(
-            SampledRow(
-                token_ids=tokens[begin:end],
-                logprobs=None
-                if num_top is None or logprobs is None
-                else [logprobs.at(place, tokens[place], num_top) for place in range(begin, end)],
-            )
-        )
+        if row.request.is_plain or (num_top := row.request.params.logprobs) is None:
+            answers.append(SampledRow(tokens[begin:end]))
+        else:
+            logprobs = logprobs or _Logprobs(sampled)
+            answers.append(SampledRow(tokens[begin:end], logprobs.between(begin, end, tokens, num_top)))
         begin = end
     return answers
 
@@ -79,7 +77,10 @@ class _Logprobs:
         self._top_ids = sampled.top_ids_BK.tolist()
         self._top_logprobs = sampled.top_logprobs_BK.tolist()
 
-    def at(self, place: int, token: int, num_top: int) -> TokenLogprob:
-        """The entry of one sampled position."""
+    def between(self, begin: int, end: int, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
+        """The entries of sampled positions begin .. end - 1."""
+        return [self._at(place, tokens[place], num_top) for place in range(begin, end)]
+
+    def _at(self, place: int, token: int, num_top: int) -> TokenLogprob:
         pairs = zip(self._top_ids[place][:num_top], self._top_logprobs[place][:num_top], strict=True)
         return TokenLogprob(token, self._chosen[place], {top: value for top, value in pairs if top >= 0})

@@ -131,6 +131,17 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def is_plain(self) -> bool:
+        """Whether every token is that of the largest logit as it stands, and nothing else is wanted of it."""
+        return (
+            self.is_greedy
+            and not self.has_penalties
+            and not self.logit_bias
+            and not self.min_tokens
+            and self.logprobs is None
+        )
+
+    @property
     def has_penalties(self) -> bool:
         """Whether the next token depends on which tokens came before, beyond the model itself."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -43,6 +43,7 @@ class Scheduler:
         self.config = config
         self.capacity = Capacity(max_model_len=config.max_model_len, num_pages=pool.num_pages, page_size=pool.page_size)
         self._pool = pool
+        self._page_size = pool.page_size
         self._prefix = prefix
         self._roster = Roster(pool, config.max_num_seqs)
         self._filler = StepFiller(config, self._roster, prefix, drafter=drafter)
@@ -119,17 +120,18 @@ class Scheduler:
         Such rows are served in order, the last one cut, the others put off; rows that decode always stay. Rows of
         requests aborted since the proposal are left out.
         """
+        has_prompts = proposal.prefill_tokens > 0
         allowed = proposal.prefill_tokens if prefill_allowed is None else prefill_allowed
         rows: list[Row] = []
         for row in proposal.rows:
             request = row.request
             if request.status is not Status.RUNNING:
                 continue
-            if row.is_prefill:
+            if has_prompts and row.is_prefill:
                 if allowed <= 0:
                     continue
                 if row.num_tokens > allowed:
-                    row = row._replace(num_tokens=allowed, samples=False)
+                    row = Row(request, row.start, allowed, row.num_drafts, False)
                 allowed -= row.num_tokens
             request.num_computed += row.num_tokens
             request.num_pending += row.samples
@@ -144,30 +146,35 @@ class Scheduler:
         last launched step this was give their pages back. One update for each row that sampled and still counts.
         """
         updates: list[Update] = []
+        parked = self._roster.parked
         for row, samples in zip(rows, sampled, strict=True):
             request = row.request
             request.in_flight -= 1
-            request.num_pending -= row.samples
-            if request.status is not Status.ENDED:
-                if samples is None:
-                    assert not row.samples, f"nothing was sampled for request {request.id}"
-                    self._prefix.publish(request, num_tokens=row.end)
-                else:
+            if samples is not None:
+                request.num_pending -= 1
+                if request.status is not Status.ENDED:
                     updates.append(self._take_tokens(row, samples))
-            if self._roster.parked:
+            elif request.status is not Status.ENDED:
+                assert not row.samples, f"nothing was sampled for request {request.id}"
+                self._prefix.publish(request, num_tokens=row.end)
+            if parked:
                 self._roster.read(request)
         return updates
 
     def _take_tokens(self, row: Row, sampled: SampledRow) -> Update:
         """Append what `judge` accepts; wrong drafts count as not computed, and their places are written again."""
         request = row.request
-        new_tokens, num_accepted, reason = judge(row, sampled.token_ids)
-        num_rejected = row.num_drafts - num_accepted
+        verdict = judge(row, sampled.token_ids)
+        new_tokens, reason = verdict.new_tokens, verdict.finish_reason
         request.tokens += new_tokens
-        if request.status is Status.RUNNING:
-            request.num_computed -= num_rejected
-        if reason is not FinishReason.ERROR:
-            self._prefix.publish(request, num_tokens=row.end - num_rejected)
+        num_computed = row.start + row.num_tokens
+        if verdict.num_accepted < row.num_drafts:
+            num_rejected = row.num_drafts - verdict.num_accepted
+            num_computed -= num_rejected
+            if request.status is Status.RUNNING:
+                request.num_computed -= num_rejected
+        if num_computed // self._page_size > request.num_published and reason is not FinishReason.ERROR:
+            self._prefix.publish(request, num_tokens=num_computed)
         if reason is not None:
             self._end(request, reason)
         logprobs = None if sampled.logprobs is None else tuple(sampled.logprobs[: len(new_tokens)])

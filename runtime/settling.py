@@ -7,17 +7,27 @@ would need decide alike here.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from ep import buffer_bytes
+from ep import Topology, buffer_bytes, choose
+from ep.blueprint import Blueprint
+from ep.capacity import CapacityPlan, describe
 from moe import ExpertPlacement, spread
 
+from .capacities import read_capacities
 from .config import DTYPES, EngineConfig
+from .exchange_choice import choose_exchange
+from .hardware import read_hardware
+from .kernel_choice import choose_ops
 from .memory import MemoryNumbers, MemoryPlan, plan_memory
 from .model_config import ModelConfig, read_model_config
+from .rebalance import start_placements
+from .roofline import CostShape
+from .routing_record import check_writable
 
 CPU_CACHE_BYTES = 1 << 30
 """Latent cache of a rank on a CPU when nothing is said: memory there is shared with everything else."""
@@ -31,8 +41,50 @@ class Settled:
     model: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    placement: ExpertPlacement | None
+    placements: Mapping[int, ExpertPlacement]
+    """Of each MoE layer, at the start."""
     plan: MemoryPlan
+    topology: Topology
+    capacities: CapacityPlan | None
+    """Of a bounded exchange; None: what level routing needs."""
+    exchange_why: str = ""
+    """How the exchange is built, and why; empty where there is none."""
+
+    @property
+    def capacity_lines(self) -> list[str]:
+        """The blocks of a bounded exchange that may be too small, and how often; nothing for any other."""
+        model, config = self.model, self.config
+        if model.moe is None or config.exchange.exchange != "bounded" or not self.placements:
+            return []
+        blueprint = Blueprint(
+            topology=self.topology,
+            num_slots=next(iter(self.placements.values())).num_slots,
+            hidden=model.hidden_size,
+            top_k=model.moe.top_k,
+            dtype=self.dtype,
+            config=config.exchange,
+            plan=self.capacities,
+        )
+        if not any(hop.rows.may_overflow for hop in blueprint.places):
+            return []
+        spec = blueprint.specs[0]
+        return describe(
+            blueprint.places,
+            bucket=full_step(config),
+            level=0,
+            exchanges=len(model.moe_layers),
+            row_bytes=(spec.row.num_bytes, spec.back.block_row_bytes),
+        )
+
+    @property
+    def from_files(self) -> tuple[object, ...]:
+        """What files said beside the model's: equal on ranks that may decode together."""
+        return (self.placements if self.config.eplb.init_placement else None, self.capacities)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was decided that a user may want to know, a line each."""
+        return (f"exchange: {self.exchange_why}", *self.capacity_lines) if self.exchange_why else ()
 
     @property
     def keep_fp8(self) -> bool:
@@ -40,23 +92,97 @@ class Settled:
         return self.device.type == "cuda"
 
 
-def settle(config: EngineConfig) -> Settled:
+def settle(config: EngineConfig, *, local_size: int | None = None) -> Settled:
     """Read the model's configuration and decide what was left open; reads no weight, allocates nothing.
+
+    local_size   ranks that the launcher put on each node; None: all of them
 
     Raises ValueError for a setting or a model that cannot run, with the arithmetic where memory is short.
     """
     model = read_model_config(Path(config.model))
     device = _device(config.device)
-    placement = spread(model.moe.num_experts, config.ranks) if model.moe is not None else None
+    placements = start_placements(config.eplb, model, ranks=config.ranks)
+    check_writable(config.eplb, ranks=config.ranks)
     config = replace(config, scheduler=replace(config.scheduler, max_model_len=longest_request(config, model)))
+    ops = choose_ops(config.ops, device=device, dtype=run_dtype(config, model), page_size=config.cache.block_size)
+    config = replace(config, ops=ops)
+    config, why = settle_exchange(config, model, local_size=local_size, on_gpu=device.type == "cuda")
+    capacities = settle_capacities(config, model, placements)
     numbers = memory_numbers(
-        config, model, device_bytes=_device_bytes(device) // config.ranks, on_gpu=device.type == "cuda"
+        config,
+        model,
+        device_bytes=_device_bytes(device) // config.ranks,
+        on_gpu=device.type == "cuda",
+        capacities=capacities,
     )
     plan = plan_memory(model, numbers)
     plan.check_fits()
     return Settled(
-        config=config, model=model, dtype=run_dtype(config, model), device=device, placement=placement, plan=plan
+        config=config,
+        model=model,
+        dtype=run_dtype(config, model),
+        device=device,
+        placements=placements,
+        plan=plan,
+        topology=topology_of(config),
+        capacities=capacities,
+        exchange_why=why if model.moe is not None and config.ranks > 1 else "",
     )
+
+
+def settle_exchange(
+    config: EngineConfig, model: ModelConfig, *, local_size: int | None, on_gpu: bool
+) -> tuple[EngineConfig, str]:
+    """The config with nothing about nodes and the exchange left open, and why it is so, in a line.
+
+    Raises ValueError for formats narrower than the run, and for nodes that ranks do not fill.
+    """
+    config.exchange.refuse_narrow(run_dtype(config, model))
+    node_size = min(config.node_size or local_size or config.ranks, config.ranks)
+    choice = choose_exchange(
+        CostShape.of(model),
+        mode=config.exchange.exchange,
+        hierarchical=config.exchange.hierarchical,
+        ranks=config.ranks,
+        node_size=node_size,
+        tokens=full_step(config),
+        on_gpu=on_gpu,
+        hardware=read_hardware(config.hardware) if config.hardware is not None else None,
+    )
+    exchange = choose(config.exchange, exchange=choice.mode, hierarchical="on" if choice.hierarchical else "off")
+    return replace(config, exchange=exchange, node_size=node_size), choice.why
+
+
+def settle_capacities(
+    config: EngineConfig, model: ModelConfig, placements: Mapping[int, ExpertPlacement]
+) -> CapacityPlan | None:
+    """Of a settled config: those of the file, None where there is none. ValueError where nothing would use them."""
+    if config.capacities is None:
+        return None
+    if model.moe is None or config.exchange.exchange != "bounded":
+        raise ValueError(
+            f"capacities is {config.capacities!r}, but the exchange is {config.exchange.exchange}; "
+            "give --exchange bounded, or leave it out"
+        )
+    return read_capacities(
+        config.capacities,
+        placements,
+        topology_of(config),
+        tokens=full_step(config),
+        top_k=model.moe.top_k,
+        config=config.exchange,
+    )
+
+
+def full_step(config: EngineConfig) -> int:
+    """Tokens of a step in which a rank decodes as many requests as it may."""
+    return min(config.scheduler.max_num_seqs, config.exchange.round_tokens)
+
+
+def topology_of(config: EngineConfig) -> Topology:
+    """The nodes of a settled config; ranks that do not fill nodes evenly are taken to be on a node each."""
+    node_size = config.node_size or config.ranks
+    return Topology(num_ranks=config.ranks, node_size=node_size if config.ranks % node_size == 0 else 1)
 
 
 def run_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
@@ -72,8 +198,16 @@ def longest_request(config: EngineConfig, model: ModelConfig) -> int:
     return longest
 
 
-def memory_numbers(config: EngineConfig, model: ModelConfig, *, device_bytes: int, on_gpu: bool) -> MemoryNumbers:
+def memory_numbers(
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    device_bytes: int,
+    on_gpu: bool,
+    capacities: CapacityPlan | None = None,
+) -> MemoryNumbers:
     """What the plan depends on. `device_bytes` is one rank's own; a GPU's kernels take fp8 experts as stored."""
+    config, _ = settle_exchange(config, model, local_size=None, on_gpu=on_gpu)
     cache, scheduler, dtype = config.cache, config.scheduler, run_dtype(config, model)
     return MemoryNumbers(
         ranks=config.ranks,
@@ -84,7 +218,9 @@ def memory_numbers(config: EngineConfig, model: ModelConfig, *, device_bytes: in
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         page_size=cache.block_size,
         keep_fp8=on_gpu,
-        exchange_buffer_bytes=_exchange_bytes(config, model, dtype),
+        exchange_buffer_bytes=_exchange_bytes(config, model, dtype, capacities),
+        redundant_experts=config.eplb.num_redundant_experts,
+        migration_limit=config.eplb.eplb_bytes_per_step if config.eplb.enable_eplb else 0,
         gpu_memory_utilization=cache.gpu_memory_utilization,
         num_pages=cache.num_blocks,
         cache_bytes=cache.kv_cache_memory_bytes,
@@ -92,7 +228,9 @@ def memory_numbers(config: EngineConfig, model: ModelConfig, *, device_bytes: in
     )
 
 
-def _exchange_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+def _exchange_bytes(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, capacities: CapacityPlan | None
+) -> int:
     if model.moe is None:
         return 0
     return buffer_bytes(
@@ -101,6 +239,10 @@ def _exchange_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
         top_k=model.moe.top_k,
         dtype=dtype,
         config=config.exchange,
+        num_tracks=config.overlap.most_tracks,
+        num_slots=spread(model.moe.num_experts, config.ranks, config.eplb.num_redundant_experts).num_slots,
+        topology=topology_of(config),
+        plan=capacities,
     )
 
 

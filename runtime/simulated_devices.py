@@ -25,7 +25,7 @@ class Devices:
     ) -> StepRecord:
         """A step that may begin at `ready_us`; each rank's own work takes `factors` times as long as it should."""
         begin_us = max(ready_us, self._free_us)
-        length_us = self._costs.step_time(shapes).total_us
+        length_us = self._costs.step_time(shapes, tracks=plan.tracks).total_us
         busy_us_R = [
             (length_us - wait_us) * factor
             for wait_us, factor in zip(self._costs.waits_us(shapes), factors, strict=True)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from .costs import StepShape
 from .heartbeat import StepPlan, Vote
+from .overlap import longest_rows
 from .pages import PagePool
 from .prefix import PrefixCache
 from .request import Request
@@ -23,7 +24,7 @@ from .scheduler import Scheduler, SchedulerConfig
 from .votes import PrefillWatch
 
 CONFIG_HASH = 1
-_TOKEN = SampledRow([7])
+_TOKEN = SampledRow((7,))
 
 
 class Ballot(NamedTuple):
@@ -35,9 +36,9 @@ class Ballot(NamedTuple):
 
 class SimulatedRank:
     """A rank. Its scheduler's `max_model_len` is settled. Every row that samples says the same token, so that requests
-    end by their length only."""
+    end by their length only. `tells_rows`: its votes say how long its rows are."""
 
-    def __init__(self, config: SchedulerConfig, *, num_pages: int, page_size: int) -> None:
+    def __init__(self, config: SchedulerConfig, *, num_pages: int, page_size: int, tells_rows: bool = False) -> None:
         self.pool = PagePool(num_pages, page_size)
         self.prefix = PrefixCache(self.pool, enabled=config.enable_prefix_caching)
         self.scheduler = Scheduler(config, self.pool, self.prefix)
@@ -45,6 +46,7 @@ class SimulatedRank:
         self.unread: deque[tuple[Row, ...]] = deque()
         self.compute_us = 0
         self._config = config
+        self._tells_rows = tells_rows
         self._prompts: dict[Request, None] = {}
 
     def admit(self, request: Request) -> None:
@@ -64,6 +66,7 @@ class SimulatedRank:
         """Propose a step and say so."""
         proposal = self.scheduler.propose()
         spare = self._config.max_num_batched_tokens - proposal.decode_tokens - proposal.prefill_tokens
+        decode_row, prefill_row = longest_rows(proposal) if self._tells_rows else (0, 0)
         vote = Vote(
             sequence=sequence,
             epoch=0,
@@ -78,6 +81,8 @@ class SimulatedRank:
             free_slots=self.scheduler.num_free_slots,
             spare_tokens=spare,
             compute_us=self.compute_us,
+            decode_row=decode_row,
+            prefill_row=prefill_row,
             **self.watch.vote(proposal, spare_tokens=spare, now_ns=int(now_us * 1000))._asdict(),
         )
         return Ballot(proposal, vote)

@@ -17,12 +17,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from dbo.policy import Choice, DboConfig, OverlapState
 from ep.errors import SerriedError
 
 from .cadence import CadenceConfig
 from .costs import ItlBudget, StepCosts
 from .heartbeat import Disagreement, HeartbeatState, StepPlan, Vote, decide
 from .judge import Limits
+from .overlap import CostModel, uncut_words
 from .routing import RoutingConfig
 from .rows import Update
 from .scheduler import SchedulerConfig
@@ -57,6 +59,7 @@ class GroupConfig:
     vote_us: float = 100.0
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cadence: CadenceConfig = field(default_factory=CadenceConfig)
+    overlap: DboConfig = field(default_factory=DboConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     limits: Limits = field(default_factory=Limits)
 
@@ -85,7 +88,12 @@ class Simulation:
         self._seed = seed
         self._open = set(range(len(arrivals)) if until is None else until)
         self._ranks = [
-            SimulatedRank(scheduler, num_pages=config.num_blocks, page_size=config.block_size)
+            SimulatedRank(
+                scheduler,
+                num_pages=config.num_blocks,
+                page_size=config.block_size,
+                tells_rows=config.overlap.dbo != "off",
+            )
             for _ in range(config.ranks)
         ]
         self._front = Front(arrivals, self._ranks, config.routing)
@@ -94,7 +102,9 @@ class Simulation:
         self._rules = Rules(config.cadence, ranks=config.ranks)
         target = config.cadence.itl_target_ms
         budget = None if target is None else ItlBudget(costs=costs, target_ms=target)
-        self._states = [HeartbeatState.start(config.cadence, budget=budget)] * min(config.ranks, MAX_DECIDERS)
+        overlap = OverlapState(config=config.overlap, model=CostModel(costs=costs))
+        state = HeartbeatState.start(config.cadence, budget=budget, overlap=overlap)
+        self._states = [state] * min(config.ranks, MAX_DECIDERS)
         self._sequence = 0
         self._said_before: list[list[int]] = []
         self._now_us = 0.0
@@ -128,6 +138,8 @@ class Simulation:
             longest_put_off=self._rules.longest_put_off,
             end_us=self._now_us,
             verdict=self._verdict,
+            cut_steps=self._states[0].overlap.counts.get(Choice.CUT, 0),
+            uncut_steps=uncut_words(self._states[0].overlap),
         )
 
     def _come_to_rest(self) -> None:

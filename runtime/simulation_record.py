@@ -72,6 +72,8 @@ class Run:
     waves             how often all ranks were idle
     longest_put_off   steps in a row in which some rank's prompts were put off, at most
     verdict           why it ended before its time, if something ended it; then stories are open
+    cut_steps         that ran in several tracks
+    uncut_steps       how many did not, by reason
     """
 
     ranks: int
@@ -83,6 +85,8 @@ class Run:
     longest_put_off: int
     end_us: float
     verdict: Verdict | None
+    cut_steps: int = 0
+    uncut_steps: str = ""
 
     def digest(self) -> str:
         """Short, and equal for runs that did the same at the same times."""

@@ -6,7 +6,9 @@ Knows rows and updates; does not know clocks, ranks other than its own, or where
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from eplb.goal import RebalanceStats
 
 from .rows import Row, Update
 
@@ -20,6 +22,10 @@ class StepCounters:
     computed_tokens    tokens put through the layers here, prompts, drafts and thrown-away rows included
     generated_tokens   tokens that reached a request
     finished           requests that ended here
+    rerun_steps        steps that were launched again because one in flight had overflowed somewhere; not in `steps`
+    mean_pairs         (token, expert) pairs that an average rank computed in a step, summed over steps
+    most_pairs         those of the rank with the most, summed likewise: the others waited for it
+    voted_steps        steps that these two sums are over
     """
 
     steps: int = 0
@@ -27,17 +33,28 @@ class StepCounters:
     computed_tokens: int = 0
     generated_tokens: int = 0
     finished: int = 0
+    rerun_steps: int = 0
+    voted_steps: int = 0
+    mean_pairs: float = 0.0
+    most_pairs: int = 0
 
     def launched(self, rows: Sequence[Row]) -> None:
         """One step was put on the device with these rows."""
         self.steps += 1
         self.idle_steps += not rows
-        self.computed_tokens += sum(row.num_tokens for row in rows)
+        self.computed_tokens += sum([row.num_tokens for row in rows])
 
-    def updated(self, update: Update) -> None:
-        """One request got tokens, or ended."""
-        self.generated_tokens += len(update.new_tokens)
-        self.finished += update.finish_reason is not None
+    def voted(self, expert_pairs: Sequence[int]) -> None:
+        """What every rank's experts computed in the last step."""
+        if self.voted_steps < self.steps:  # a vote after no launch repeats the last one's
+            self.voted_steps = self.steps
+            self.mean_pairs += sum(expert_pairs) / len(expert_pairs)
+            self.most_pairs += max(expert_pairs)
+
+    def updated(self, updates: Sequence[Update]) -> None:
+        """Requests got tokens, or ended."""
+        self.generated_tokens += sum([len(update.new_tokens) for update in updates])
+        self.finished += sum([update.finish_reason is not None for update in updates])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +80,22 @@ class RankStats:
     """It was named a straggler and drained: it gets no new requests."""
     expert_balance: float
     """Mean over max of the tokens routed to each expert rank, all layers together; 1.0 = level, or nothing counted."""
+    overflow_steps: int
+    """Launches in which rows of this rank did not fit the exchange."""
+    rerun_steps: int
+    """Steps that the group ran again, exact, because rows of some rank had not fit."""
+    network_bytes: int = 0
+    node_bytes: int = 0
+    """What this rank's exchange sent to other nodes, and to other ranks of its own; padding and headers too."""
+    mean_pairs: float = 0.0
+    most_pairs: int = 0
+    """Measured: (token, expert) pairs of the average rank and of the busiest, step by step; alike on all ranks."""
+    experts: RebalanceStats = field(default_factory=RebalanceStats)
+    """What moved, where experts do."""
+    cut_steps: int
+    """Steps that ran in several tracks; the same on all ranks."""
+    uncut_steps: str
+    """How many did not, by reason; empty where overlap is off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,9 @@ Between waves no thread runs. Knows the thread transport and the workers; does n
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from dbo import UNTIMED, Untimed
 from ep import ThreadGroup, Transport
 
 from .assembly import OnPlan, Parts, Seat, assemble
@@ -26,7 +27,10 @@ Said = queue.SimpleQueue[tuple[int, Sequence[News | Note] | None]]
 
 
 class ThreadRanks:
-    """`config.ranks` workers on one ThreadGroup; see `ranks.Ranks`."""
+    """`config.ranks` workers on one ThreadGroup; see `ranks.Ranks`.
+
+    trace, timeline   what is put around each rank's transport, and what each rank's tracks are told to
+    """
 
     def __init__(
         self,
@@ -35,6 +39,8 @@ class ThreadRanks:
         drafter: Drafter | None,
         on_plan: OnPlan | None,
         on_progress: OnProgress | None,
+        trace: Callable[[Transport], Transport] = lambda transport: transport,
+        timeline: Callable[[int], Untimed] = lambda _: UNTIMED,
     ) -> None:
         settled = settle(config)
         self._said: Said = queue.SimpleQueue()
@@ -44,7 +50,7 @@ class ThreadRanks:
         self._parts: Parts = assemble(
             settled,
             seats=[
-                _seat(transport, tray, said)
+                _seat(transport, tray, said, trace=trace, timeline=timeline(transport.rank))
                 for transport, tray in zip(self._group.transports, self._trays, strict=True)
             ],
             drafter=drafter,
@@ -79,7 +85,9 @@ class ThreadRanks:
     def close(self, cause: BaseException) -> None:
         """For the protocol see `ranks.Ranks`."""
         self._group.stop(cause)
-        self._group.wait_for_end()
+        if self._group.wait_for_end():
+            for worker in self.workers:
+                worker.experts.close()
 
     def _run_rank(self, transport: Transport) -> None:
         try:
@@ -88,7 +96,14 @@ class ThreadRanks:
             self._said.put((transport.rank, None))
 
 
-def _seat(transport: Transport, tray: Tray, said: Said) -> Seat:
+def _seat(
+    transport: Transport,
+    tray: Tray,
+    said: Said,
+    *,
+    trace: Callable[[Transport], Transport],
+    timeline: Untimed,
+) -> Seat:
     def emit(items: Sequence[News]) -> None:
         said.put((transport.rank, items))
 
@@ -96,10 +111,11 @@ def _seat(transport: Transport, tray: Tray, said: Said) -> Seat:
         said.put((transport.rank, [note]))
 
     return Seat(
-        transport=transport,
+        transport=trace(transport),
         control=ThreadControl(transport),
         recorder=Unwatched(),
         emit=emit,
         notify=notify,
         inbox=tray,
+        timeline=timeline,
     )

@@ -7,9 +7,10 @@ how rows travel. Imports no tensor library, so that a process without one can re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from .rows import Proposal, Row
+if TYPE_CHECKING:
+    from .rows import Proposal, Row
 
 
 class Vote(NamedTuple):
@@ -18,10 +19,12 @@ class Vote(NamedTuple):
     sequence                 steps this rank has agreed to so far
     epoch                    placement epoch in force here
     config_hash              63 bits over everything that must be configured alike
+    last_read                number of the newest step whose tokens and overflow flag the host has read; -1 before any
+    last_clean               nothing was left behind here in any step up to this one (see `rerun`)
     decode_tokens            tokens of proposed rows that end in a sampled token and hold no prompt chunk
     prefill_tokens           tokens of all other proposed rows: prompts that have a slot, pages and a share of tokens
     unfinished               requests that have not ended, those in flight included
-    in_flight                steps launched here whose tokens the host has not read
+    in_flight                steps launched here that are not finished: not read, or not known to be clean everywhere
     running                  requests that hold a slot
     waiting                  requests that hold none
     free_pages               pages of the latent cache that nobody holds
@@ -34,13 +37,20 @@ class Vote(NamedTuple):
     pause                    wish: launch nothing
     drain                    wish: take no new request, finish those that are here
     compute_us               time of the last step that this rank spent on its own work
+    exchange_us              time that it waited for exchanges in that step
     expert_pairs             (token, expert) pairs that this rank's experts computed in that step, all layers together
+    decode_row               tokens of the longest proposed row that only decodes; 0 where nobody asks (see `overlap`)
+    prefill_row              tokens of the longest other proposed row; likewise
+    migration_ready          switches of experts made, and one more where all that the next needs has arrived; below 0 a
+                             fault (see `eplb.rebalancer`)
     error                    0, or the number of an error that keeps this rank from going on
     """
 
     sequence: int
     epoch: int
     config_hash: int
+    last_read: int = -1
+    last_clean: int = -1
     decode_tokens: int = 0
     prefill_tokens: int = 0
     unfinished: int = 0
@@ -57,7 +67,11 @@ class Vote(NamedTuple):
     pause: int = 0
     drain: int = 0
     compute_us: int = 0
+    exchange_us: int = 0
     expert_pairs: int = 0
+    decode_row: int = 0
+    prefill_row: int = 0
+    migration_ready: int = 0
     error: int = 0
 
     def row(self) -> list[int]:
@@ -99,12 +113,13 @@ class PrefillWatch:
             self._cut = False
         elif self._since_ns is None:
             self._since_ns = now_ns
-        prompts = [row for row in proposal.rows if row.is_prefill]
+        prompts = [row for row in proposal.rows if row.is_prefill] if proposal.prefill_tokens else []
         return PrefillVote(
             prefill_ready=int(bool(prompts) and (self._cut or spare_tokens <= 0)),
             oldest_prefill_wait_ms=0 if self._since_ns is None else (now_ns - self._since_ns) // 1_000_000,
             prefill_start=max([row.start for row in prompts], default=0),
-            context_tokens=sum([row.end for row in proposal.rows]) - sum([row.end for row in prompts]),
+            context_tokens=sum([row.start + row.num_tokens for row in proposal.rows])
+            - sum([row.end for row in prompts]),
         )
 
     def committed(self, rows: Sequence[Row]) -> None:

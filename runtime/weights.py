@@ -9,7 +9,7 @@ Shapes: D model, E experts, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,9 @@ from .weight_layout import (
     lay_out_shared,
     own_memory,
 )
+
+Placements = ExpertPlacement | Mapping[int, ExpertPlacement] | None
+"""Where experts sit: alike in every layer, or by (model) layer; None for a model without experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +63,17 @@ class DecoderWeights:
         return cls(embed_VD=shared.embed_VD, layers=layers, norm_D=shared.norm_D, head_VD=shared.head_VD)
 
 
-def held_tensors(model: ModelConfig, placement: ExpertPlacement | None, rank: int) -> dict[str, Shape]:
-    """Names and shapes of all that one rank holds; `placement` is None for a model without experts."""
+def placement_of(placement: ExpertPlacement | Mapping[int, ExpertPlacement], layer: int) -> ExpertPlacement:
+    """That of one layer."""
+    return placement if isinstance(placement, ExpertPlacement) else placement[layer]
+
+
+def held_tensors(model: ModelConfig, placement: Placements, rank: int) -> dict[str, Shape]:
+    """Names and shapes of all that one rank holds; see Placements."""
     return shared_tensors(model) | _bank_tensors(model, placement, rank)
 
 
-def verify_held(
-    source: TensorSource, model: ModelConfig, placement: ExpertPlacement | None, *, ranks: Iterable[int]
-) -> None:
+def verify_held(source: TensorSource, model: ModelConfig, placement: Placements, *, ranks: Iterable[int]) -> None:
     """Check all that these ranks hold. Raises CheckpointError before anything is read."""
     shapes = shared_tensors(model)
     for rank in ranks:
@@ -99,7 +105,7 @@ def load_shared(
 def load_banks(
     source: TensorSource,
     model: ModelConfig,
-    placement: ExpertPlacement | None,
+    placement: Placements,
     *,
     rank: int,
     dtype: torch.dtype,
@@ -123,7 +129,7 @@ def lay_out_banks(
     places: Places,
     source: TensorSource,
     model: ModelConfig,
-    placement: ExpertPlacement | None,
+    placement: Placements,
     *,
     rank: int,
     dtype: torch.dtype,
@@ -132,8 +138,8 @@ def lay_out_banks(
     """The banks of `load_banks`, yet to be read."""
     banks: list[ExpertBank | None] = [None] * model.num_layers
     if model.moe is not None and placement is not None:
-        experts = placement.experts_of(rank)
         for layer in model.moe_layers:
+            experts = placement_of(placement, layer).experts_of(rank)
             if keep_fp8 and _all_fp8(source, model, layer, experts):
                 banks[layer] = lay_out_fp8_bank(places, model.moe, layer, experts)
             else:
@@ -155,12 +161,12 @@ def _join_layer(layer: SharedLayer, bank: ExpertBank | None) -> LayerWeights:
     )
 
 
-def _bank_tensors(model: ModelConfig, placement: ExpertPlacement | None, rank: int) -> dict[str, Shape]:
+def _bank_tensors(model: ModelConfig, placement: Placements, rank: int) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     if model.moe is None or placement is None:
         return shapes
     for layer in model.moe_layers:
-        for expert in placement.experts_of(rank):
+        for expert in placement_of(placement, layer).experts_of(rank):
             if expert != -1:
                 shapes |= expert_tensors(model, layer, expert)
     return shapes

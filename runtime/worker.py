@@ -6,62 +6,53 @@ What is in flight is a value (`Launched`); at depth 1 step n + 1 is launched bef
     depth 0   launch n   read n       launch n+1   read n+1
     depth 1   launch n   launch n+1   read n       launch n+2   read n+1
 
-Shapes: T tokens here, B sampled positions, L MoE layers, E experts.
+To read a step is not yet to finish it. Where the exchange may leave rows behind, a step is finished - tokens to their
+requests, pages back, counts counted - when a plan says that it is clean on all ranks, just before the next rows are
+committed; and where a plan says that one is not, all steps in flight are run again, exact (see `rerun`):
+
+    depth 1   launch n   launch n+1   read n   vote: n unclean   launch n, n+1 again   read both   vote   finish both
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from dbo import drive
-from ep import PeerFailed, SerriedError, Terms, Transport
-from eplb import ExpertLoad, balancedness
-from moe import ExpertPlacement
+from dbo import UNTIMED, Choice, Untimed
+from ep import PeerFailed, SerriedError, Transport
 
-from .batch import StepBatch, TokenTable
+from .batch import RequestTable
 from .control import Control
-from .decoder import Decoder, TrackInput
+from .decoder import Decoder
+from .experts import Experts
 from .heartbeat import HeartbeatState, StepPlan, decide
+from .in_flight import InFlight, ReadStep
+from .launcher import Launcher
 from .outputs import News, Note
+from .overlap import longest_rows, uncut_words
 from .pace import Pace
 from .pages import PagePool
 from .prefix import PrefixCache
 from .ranks import Admit, Inbox, Wish
 from .recorder import Recorder
-from .rows import Proposal, Row, Update
-from .sampler import Sampled, SamplerBatch, sample
-from .samples import read_rows, sample_rows
+from .rows import Proposal
+from .sampler_ops import SamplerOps
 from .scheduler import Scheduler
-from .straggler import Finding, StragglerState, watch
+from .straggler import StragglerState, watch
 from .telemetry import RankStats, StepCounters
 from .verdict import Phase
+from .voice import Excuses, Voice, no_excuse
 from .votes import PrefillWatch, Vote
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
-    """A step whose tokens the host has not read yet."""
-
-    plan: StepPlan
-    batch: StepBatch
-    sampled: Sampled | None
-    counts_LE: Tensor
-
-
-class Straggling(SerriedError):
-    """This rank keeps the others waiting, and the group was told to end for it (--straggler-action abort)."""
 
 
 class Worker:
     """A rank. `inbox` is emptied before each step; `emit` gets the News of each, in the rank's own thread.
 
-    `notify` gets what concerns the whole group; all ranks find the same, so only rank 0 says it.
+    `notify` gets what concerns the whole group; all ranks find the same, so only rank 0 says it. `run_twice` says of a
+    step, on every rank the same, that all that is in flight after its launch is to be launched once more; for tests.
     """
 
     def __init__(
@@ -71,7 +62,7 @@ class Worker:
         scheduler: Scheduler,
         pool: PagePool,
         prefix: PrefixCache,
-        table: TokenTable,
+        table: RequestTable,
         transport: Transport,
         control: Control,
         recorder: Recorder,
@@ -79,11 +70,15 @@ class Worker:
         stragglers: StragglerState,
         async_depth: int,
         config_hash: int,
-        load: ExpertLoad,
-        placement: ExpertPlacement | None,
+        experts: Experts,
         emit: Callable[[Sequence[News]], None],
         notify: Callable[[Note], None],
         inbox: Inbox,
+        may_overflow: bool = False,
+        run_twice: Callable[[int], bool] | None = None,
+        timeline: Untimed = UNTIMED,
+        excuses: Excuses = no_excuse,
+        sampler: SamplerOps | None = None,
     ) -> None:
         self.decoder = decoder
         self.scheduler = scheduler
@@ -99,16 +94,26 @@ class Worker:
         self.pace = Pace()
         self.wish = Wish()
         self.compute_us = 0
+        self.exchange_us = 0
         self.expert_pairs = 0
         self.async_depth = async_depth
         self.config_hash = config_hash
-        self.load = load
-        self.placement = placement
-        self.emit = emit
-        self.notify = notify
+        self.experts = experts
+        self.experts_ready: list[int] = []
         self.inbox = inbox
-        self.in_flight: deque[Launched] = deque()
+        self.may_overflow = may_overflow
+        self.run_twice = run_twice
+        self.launcher = Launcher(
+            decoder,
+            table,
+            recorder=recorder,
+            overlap=state.overlap.config,
+            timeline=timeline,
+            sampler=sampler,
+        )
+        self.in_flight = InFlight()
         self.counters = StepCounters()
+        self.voice = Voice(transport.rank, emit=emit, notify=notify, counters=self.counters, excuses=excuses)
         self.sequence = 0
 
     def run_wave(self) -> None:
@@ -124,13 +129,22 @@ class Worker:
         proposal = self.scheduler.propose()
         plan = self._agree(proposal)
         self._check(plan)
+        self._finish_up_to(plan.clean)
         if plan.last or plan.paused:
-            self._read_down_to(0)
             return False
-        if plan.bucket:
+        if plan.rerun_from is not None:
+            self._run_again(plan)
+        elif plan.bucket:
             self._run(proposal, plan)
         self._read_down_to(self.async_depth if plan.bucket else 0)
+        if plan.rerun_from is None:
+            self._move_experts(plan)
         return True
+
+    def _move_experts(self, plan: StepPlan) -> None:
+        line = self.experts.turn(self.experts_ready, step=plan.step)
+        if line is not None:
+            self.voice.tell(line, step=plan.step)
 
     def _run(self, proposal: Proposal, plan: StepPlan) -> None:
         """Commit to the plan's share of the proposal and launch it."""
@@ -138,9 +152,27 @@ class Worker:
         self.recorder.predict(self.pace.predict(plan.bucket))
         self.recorder.stamp(Phase.COMMIT, plan.step)
         rows = self.scheduler.commit(proposal, prefill_allowed=plan.prefill_allowed)
-        self.watch.committed(rows)
-        self.in_flight.append(self._launch(rows, plan))
+        if proposal.prefill_tokens:
+            self.watch.committed(rows)
+        launched = self.launcher.launch(rows, plan)
+        self.compute_us, self.exchange_us = launched.own_us, launched.waited_us
+        self.expert_pairs = launched.num_pairs
+        self.in_flight.add(launched)
+        self.counters.launched(rows)
         self.pace.took(plan.bucket, time.monotonic() - begin)
+        if self.run_twice is not None and self.run_twice(plan.step):
+            self._launch_again(exact=False)
+
+    def _run_again(self, plan: StepPlan) -> None:
+        """All steps in flight once more, in their order; the proposal waits."""
+        self.recorder.predict(sum([self.pace.predict(bucket) for bucket in self.in_flight.buckets]))
+        self.recorder.stamp(Phase.LAUNCH, plan.step)
+        self.counters.rerun_steps += len(self.in_flight)
+        self._launch_again(exact=True)
+
+    def _launch_again(self, *, exact: bool) -> None:
+        for step in self.in_flight.discard():
+            self.in_flight.add(self.launcher.launch_again(step, replace(step.terms, exact=exact)))
 
     def _check(self, plan: StepPlan) -> None:
         """Raise where the plan says that the group cannot go on."""
@@ -157,6 +189,7 @@ class Worker:
     def stats(self) -> RankStats:
         """This rank's counters now."""
         counters = self.counters
+        sent = self.decoder.sent_bytes
         return RankStats(
             rank=self.transport.rank,
             steps=counters.steps,
@@ -173,15 +206,17 @@ class Worker:
             waiting=self.scheduler.num_waiting,
             slow_steps=self.stragglers.slow_steps_of(self.transport.rank),
             degraded=self.transport.rank in self.stragglers.degraded,
-            expert_balance=self._expert_balance(),
+            expert_balance=self.experts.balance(),
+            overflow_steps=self.in_flight.num_overflows,
+            rerun_steps=counters.rerun_steps,
+            network_bytes=sent.network,
+            node_bytes=sent.node,
+            mean_pairs=counters.mean_pairs,
+            most_pairs=counters.most_pairs,
+            experts=self.experts.stats,
+            cut_steps=self.state.overlap.counts.get(Choice.CUT, 0),
+            uncut_steps=uncut_words(self.state.overlap),
         )
-
-    def _expert_balance(self) -> float:
-        """How level this rank's tokens load the expert ranks, all layers together."""
-        if self.placement is None:
-            return 1.0
-        counts_E = self.load.counts_YE.sum(dim=0).tolist()
-        return balancedness(counts_E, self.placement.slot_experts, self.placement.num_ranks)
 
     def _read_inbox(self) -> None:
         for item in self.inbox.take():
@@ -190,7 +225,7 @@ class Worker:
             elif isinstance(item, Wish):
                 self.wish = item
             else:
-                self._say(self.scheduler.abort(item.request_id))
+                self.voice.say(self.scheduler.abort(item.request_id))
 
     def _agree(self, proposal: Proposal) -> StepPlan:
         self.recorder.stamp(Phase.VOTE, self.sequence)
@@ -198,30 +233,28 @@ class Worker:
         self.recorder.wait()
         votes = [Vote.from_row(row) for row in gathering.wait()]
         self.recorder.go_on()
+        self.experts_ready = [vote.migration_ready for vote in votes]
+        self.counters.voted([vote.expert_pairs for vote in votes])
         self.sequence += 1
+        level = self.state.overflows.level
         plan, self.state = decide(votes, self.state)
+        if plan.capacity_level > level:
+            self.voice.raised(plan)
         findings, self.stragglers = watch(votes, plan, self.stragglers)
         for finding in findings:
-            self._heed(finding, step=plan.step)
+            self.voice.heed(finding, step=plan.step, degraded=self.stragglers.degraded)
         return plan
-
-    def _heed(self, finding: Finding, *, step: int) -> None:
-        """Say it, or end by it: on every rank, in the same step."""
-        rank = self.transport.rank
-        if finding.slow and finding.action == "abort":
-            if rank == finding.rank:
-                raise Straggling(str(finding), rank=rank, step=step)
-            raise PeerFailed(finding.rank, f"is given up: {finding}", rank=rank, step=step)
-        if rank == 0:
-            self.notify(Note(text=f"{finding} [step {step}]", degraded=self.stragglers.degraded))
 
     def _vote(self, proposal: Proposal) -> Vote:
         scheduler = self.scheduler
         spare = scheduler.config.max_num_batched_tokens - proposal.decode_tokens - proposal.prefill_tokens
+        decode_row, prefill_row = (0, 0) if self.state.overlap.config.dbo == "off" else longest_rows(proposal)
         return Vote(
             sequence=self.sequence,
-            epoch=0,
+            epoch=self.experts.epoch,
             config_hash=self.config_hash,
+            last_read=self.in_flight.last_read,
+            last_clean=self.in_flight.last_clean,
             decode_tokens=proposal.decode_tokens,
             prefill_tokens=proposal.prefill_tokens,
             unfinished=scheduler.num_unfinished,
@@ -234,74 +267,30 @@ class Worker:
             pause=int(self.wish.pause),
             drain=int(self.wish.drain),
             compute_us=self.compute_us,
+            exchange_us=self.exchange_us,
             expert_pairs=self.expert_pairs,
+            migration_ready=self.experts.ready,
+            decode_row=decode_row,
+            prefill_row=prefill_row,
             **self.watch.vote(proposal, spare_tokens=spare, now_ns=time.monotonic_ns())._asdict(),
         )
 
-    def _launch(self, rows: tuple[Row, ...], plan: StepPlan) -> Launched:
-        """Put one step on the device. Its tokens are not waited for; the exchange's counts and rows are."""
-        self.recorder.stamp(Phase.LAUNCH, plan.step)
-        begin = self.recorder.waited_ns, time.monotonic_ns()
-        self.table.admit(rows)
-        tokens = self.table.tokens
-        batch = StepBatch.build(rows, page_size=self.pool.page_size, device=tokens.device)
-        track = TrackInput(
-            tokens_T=tokens[batch.slots_T, batch.positions_T],
-            view=batch.view,
-            logit_rows_B=batch.logit_rows_B,
-            step=plan.step,
-            track=0,
-            terms=Terms(bucket=plan.bucket),
-        )
-        [out] = drive([self.decoder.stages(track)])
-        self.recorder.stamp(Phase.SAMPLE, plan.step)
-        sampled = self._sample(out.logits_BV, batch) if len(batch.logit_rows_B) else None
-        self.compute_us = self._own_us(*begin)
-        self.expert_pairs = out.num_pairs
-        self.counters.launched(rows)
-        return Launched(plan=plan, batch=batch, sampled=sampled, counts_LE=out.counts_LE)
-
-    def _own_us(self, waited_ns: int, since_ns: int) -> int:
-        """Microseconds since `since_ns` that this rank did not spend waiting for others."""
-        waited = self.recorder.waited_ns - waited_ns
-        return max(time.monotonic_ns() - since_ns - waited, 0) // 1000
-
-    def _sample(self, logits_BV: Tensor, batch: StepBatch) -> Sampled:
-        """Choose the next tokens and put them where the next step will find them."""
-        tokens = self.table.tokens
-        rows = sample_rows(batch.rows)
-        sampled = sample(logits_BV, SamplerBatch.build(rows, device=tokens.device), tokens)
-        slots_B = torch.tensor([row.slot for row in rows], device=tokens.device)
-        positions_B = torch.tensor([row.position for row in rows], device=tokens.device)
-        tokens[slots_B, positions_B] = sampled.token_B
-        return sampled
-
     def _read_down_to(self, depth: int) -> None:
-        while len(self.in_flight) > depth:
-            self._finish(self.in_flight.popleft())
+        """Read steps until only `depth` are not; where nothing can be left behind they are clean, and finished."""
+        while len(self.in_flight.unread) > depth:
+            self.recorder.stamp(Phase.READ, self.sequence - 1)  # still the step that was agreed last
+            self.in_flight.read()
+            self.decoder.check_faults()
+        if not self.may_overflow:
+            self._finish_up_to(self.in_flight.last_clean)
 
-    def _finish(self, launched: Launched) -> None:
-        """Read a step: its tokens reach the requests, its expert counts reach the load, ended requests leave."""
-        self.recorder.stamp(Phase.READ, self.sequence)
-        rows = launched.batch.rows
-        if launched.counts_LE.shape[0]:
-            self.load.add(launched.counts_LE, num_tokens=sum(row.num_tokens for row in rows))
-        self._say(self.scheduler.finish(rows, read_rows(rows, launched.sampled)))
+    def _finish_up_to(self, clean: int) -> None:
+        for step in self.in_flight.take_clean(clean):
+            self._finish(step)
 
-    def _say(self, updates: Sequence[Update]) -> None:
-        for update in updates:
-            self.counters.updated(update)
-        if updates:
-            self.emit([_news(update) for update in updates])
-
-
-def _news(update: Update) -> News:
-    request = update.request
-    return News(
-        request_id=request.id,
-        token_ids=update.new_tokens,
-        logprobs=update.logprobs,
-        finish_reason=update.finish_reason,
-        num_cached=request.num_cached,
-        num_preemptions=request.num_preemptions,
-    )
+    def _finish(self, step: ReadStep) -> None:
+        """Let a step out: its tokens reach the requests, its expert counts the load; ended requests leave."""
+        launched, rows = step.launched, step.launched.rows
+        num_tokens = sum([row.num_tokens for row in rows])
+        self.experts.count(launched.counts_LE, num_tokens=num_tokens, experts_LTK=launched.experts_LTK)
+        self.voice.say(self.scheduler.finish(rows, step.samples))

@@ -1,6 +1,14 @@
 """What all tests need of the process they run in."""
 
+import os
 import signal
+
+import torch
+
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as the command line does it
+if not torch.cuda.is_available():
+    # Read when triton is imported, which some library may do: without a GPU, kernels run in Triton's interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_configure() -> None:

@@ -18,13 +18,14 @@ from attention_mla import (
     MlaWeights,
     PagedView,
     RopeConfig,
-    Span,
     Tiling,
     YarnScaling,
     angles,
     attend,
     mla_shapes,
 )
+from attention_mla.ops import REFERENCE, AttentionOps
+from tests.attention_mla.spans import Span, view_of
 
 YARN = YarnScaling(factor=4.0, original_max_position=64, mscale=0.7, mscale_all_dim=1.3)
 USUAL = Tiling()
@@ -105,6 +106,9 @@ class Rank:
     cache: LatentCache
     pages: list[list[int]]
     done: list[int]
+    written: list[int]
+    """How far steps have written, also those that were taken back (done set back)."""
+    ops: AttentionOps = REFERENCE
 
     @classmethod
     def build(
@@ -116,6 +120,7 @@ class Rank:
         tiling: Tiling = USUAL,
         max_absorbed_tokens: int = 4,
         poison: float = 0.0,
+        ops: AttentionOps = REFERENCE,
     ) -> "Rank":
         """`poison` fills the cache beforehand, as if other requests had left it there."""
         dtype = inputs[0].dtype
@@ -134,14 +139,16 @@ class Rank:
             cache=cache,
             pages=[shuffled[first : first + count] for first, count in zip(firsts, counts, strict=True)],
             done=[0] * len(inputs),
+            written=[0] * len(inputs),
+            ops=ops,
         )
 
     def view(self, step: Sequence[tuple[int, int]]) -> PagedView:
         spans = [
-            Span(num_tokens=count, context_len=self.done[request] + count, pages=self.pages[request])
+            Span(count, self.done[request] + count, self.pages[request], written=self.written[request])
             for request, count in step
         ]
-        return PagedView.build(
+        return view_of(
             spans, page_size=self.page_size, max_absorbed_tokens=self.max_absorbed_tokens, tiling=self.tiling
         )
 
@@ -150,9 +157,19 @@ class Rank:
         pieces = [self.inputs[request][self.done[request] : self.done[request] + count] for request, count in step]
         x_TD = torch.cat(pieces) if pieces else self.inputs[0][:0]
         rotation = angles(self.config.rope, self.config.qk_rope_head_dim, view.positions_T, x_TD.dtype)
-        out_TD = attend(x_TD, self.weights, config=self.config, cache=self.cache, layer=1, view=view, rotation=rotation)
+        out_TD = attend(
+            x_TD,
+            self.weights,
+            config=self.config,
+            cache=self.cache,
+            layer=1,
+            view=view,
+            rotation=rotation,
+            ops=self.ops,
+        )
         for request, count in step:
             self.done[request] += count
+            self.written[request] = max(self.written[request], self.done[request])
         return list(out_TD.split([count for _, count in step]))
 
     def run(self, steps: Sequence[Sequence[tuple[int, int]]]) -> list[Tensor]:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_mla import LatentCache, PagedView, Span, Tiling, bytes_per_token
-from attention_mla.view import UNSEEN
+from attention_mla import LatentCache, PagedView, PageTable, Tiling, bytes_per_token
+from attention_mla.splits import UNSEEN, DecodeRows, DecodeSplit
+from tests.attention_mla.spans import Span, view_of
 
 
 def test_token_bytes_are_those_of_deepseek_v3() -> None:
@@ -36,7 +37,7 @@ def test_appending_nothing_changes_nothing() -> None:
 
 
 def test_view_places_a_decode_row_and_a_prompt_by_hand() -> None:
-    view = PagedView.build(
+    view = view_of(
         [Span(num_tokens=1, context_len=6, pages=[7, 2]), Span(num_tokens=3, context_len=5, pages=[1, 4])],
         page_size=4,
         max_absorbed_tokens=2,
@@ -45,8 +46,9 @@ def test_view_places_a_decode_row_and_a_prompt_by_hand() -> None:
     assert view.places_T.tolist() == [2 * 4 + 1, 1 * 4 + 2, 1 * 4 + 3, 4 * 4 + 0]
     assert view.decode.tokens_R.tolist() == [0]
     (split,) = view.decode.splits
-    assert split.places.tolist() == [28, 29, 30, 31, 8, 9]
-    assert split.bias_R1S is None
+    assert places_of(view.decode, split) == [[28, 29, 30, 31, 8, 9]]
+    assert split.unseen_E1S is not None
+    assert split.unseen_E1S.tolist() == [[[False] * 6]]
     (prompt,) = view.prompts
     assert prompt.tokens == slice(1, 4)
     (chunk,) = prompt.chunks
@@ -58,20 +60,22 @@ def test_view_places_a_decode_row_and_a_prompt_by_hand() -> None:
 
 def test_short_span_becomes_one_decode_row_a_token_with_its_own_context() -> None:
     spans = [Span(num_tokens=3, context_len=10, pages=[5]), Span(num_tokens=1, context_len=9, pages=[6])]
-    view = PagedView.build(spans, page_size=16, tiling=Tiling(split_tokens=8))
+    view = view_of(spans, page_size=16, tiling=Tiling(split_tokens=8))
     # Contexts 8, 9, 10 and 9; the longest first, ties in token order.
     assert view.decode.tokens_R.tolist() == [2, 1, 3, 0]
     assert view.prompts == ()
     first, second = view.decode.splits
-    assert (first.num_rows, first.bias_R1S) == (4, None)
-    assert second.num_rows == 3
-    assert second.places.view(3, 2).tolist() == [[88, 89], [88, 88], [104, 104]]
-    assert second.bias_R1S is not None
-    assert (second.bias_R1S == UNSEEN).int().tolist() == [[[0, 0]], [[0, 1]], [[0, 1]]]
+    assert (first.num_rows, second.num_rows) == (4, 3)
+    assert places_of(view.decode, first) == [list(range(start, start + 8)) for start in (80, 80, 96, 80)]
+    assert places_of(view.decode, second) == [[88, 89], [88, 89], [104, 105]]
+    assert first.unseen_E1S is not None  # of the last row alone, which fills the split
+    assert first.unseen_E1S.tolist() == [[[False] * 8]]
+    assert second.unseen_E1S is not None
+    assert second.unseen_E1S.int().tolist() == [[[0, 0]], [[0, 1]], [[0, 1]]]
 
 
 def test_empty_view_is_ordinary() -> None:
-    view = PagedView.build([], page_size=16)
+    view = view_of([], page_size=16)
     assert (view.num_tokens, view.decode.num_rows, view.decode.splits, view.prompts) == (0, 0, (), ())
     assert view.positions_T.dtype is view.places_T.dtype is torch.int64
 
@@ -87,7 +91,7 @@ def test_view_agrees_with_a_loop(page_size: int, tiling: Tiling) -> None:
         count = -(-context_len // page_size) + 1  # one page more than needed
         spans.append(Span(num_tokens=num_tokens, context_len=context_len, pages=pages[:count]))
         pages = pages[count:]
-    view = PagedView.build(spans, page_size=page_size, tiling=tiling)
+    view = view_of(spans, page_size=page_size, tiling=tiling)
 
     def place(span: Span, position: int) -> int:
         return span.pages[position // page_size] * page_size + position % page_size
@@ -109,16 +113,23 @@ def test_view_agrees_with_a_loop(page_size: int, tiling: Tiling) -> None:
         expected = [[place(span, key) for key in range(first + i + 1)] for i in range(span.num_tokens)]
         assert attended_by_prompt(prompt, span.num_tokens) == expected
         assert all(len(chunk.places_S) <= tiling.context_chunk for chunk in prompt.chunks)
-    assert all(len(split.places) <= split.num_rows * tiling.split_tokens for split in view.decode.splits)
+    assert all(split.num_positions <= tiling.split_tokens for split in view.decode.splits)
+
+
+def places_of(rows: DecodeRows, split: DecodeSplit) -> list[list[int]]:
+    """What each row of a split gathers."""
+    places = split.blocks.unsqueeze(1) * rows.block_size + torch.arange(rows.block_size)
+    return places.view(split.num_rows, -1)[:, : split.num_positions].tolist()
 
 
 def attended_by_rows(view: PagedView) -> list[list[int]]:
     seen: list[list[int]] = [[] for _ in range(view.decode.num_rows)]
     for split in view.decode.splits:
-        places_RS = split.places.view(split.num_rows, -1)
-        bias_RS = torch.zeros(places_RS.shape) if split.bias_R1S is None else split.bias_R1S.squeeze(1)
-        for row in range(split.num_rows):
-            seen[row] += places_RS[row][bias_RS[row] == 0].tolist()
+        unseen_RS = torch.zeros(split.num_rows, split.num_positions, dtype=torch.bool)
+        if split.unseen_E1S is not None:
+            unseen_RS[-len(split.unseen_E1S) :] = split.unseen_E1S.squeeze(1)
+        for row, places in enumerate(places_of(view.decode, split)):
+            seen[row] += [place for place, unseen in zip(places, unseen_RS[row].tolist(), strict=True) if not unseen]
     return seen
 
 
@@ -133,11 +144,55 @@ def attended_by_prompt(prompt: Any, num_tokens: int) -> list[list[int]]:
     return seen
 
 
-def test_past_a_rows_end_only_its_own_last_token_is_read() -> None:
-    spans = [Span(num_tokens=1, context_len=100, pages=[0, 1]), Span(num_tokens=1, context_len=3, pages=[2])]
-    view = PagedView.build(spans, page_size=64)
+def test_blocks_are_as_long_as_page_and_split_allow() -> None:
+    # Pages of 64, splits of 96: the example of the module.
+    view = view_of([Span(num_tokens=1, context_len=80, pages=[3, 5])], page_size=64, tiling=Tiling(split_tokens=96))
     (split,) = view.decode.splits
-    assert split.places.view(2, -1)[1].tolist() == [128, 129] + [130] * 98
+    assert (view.decode.block_size, split.num_positions) == (32, 80)
+    assert split.blocks.tolist() == [6, 7, 10]
+
+
+def test_a_page_is_cleared_in_the_step_that_begins_it_but_not_where_that_fills_it() -> None:
+    spans = [
+        Span(num_tokens=1, context_len=5, pages=[7, 2]),  # begins page 2
+        Span(num_tokens=1, context_len=6, pages=[8, 3]),  # goes on in page 3
+        Span(num_tokens=6, context_len=10, pages=[9, 4, 1]),  # fills page 4, begins page 1
+        Span(num_tokens=3, context_len=8, pages=[10, 5]),  # fills page 5 from its second place on
+        Span(num_tokens=4, context_len=7, pages=[11, 6]),  # begins page 6 and leaves one place
+    ]
+    assert view_of(spans, page_size=4).cleared_J.tolist() == [8, 9, 10, 11, 4, 5, 6, 7, 24, 25, 26, 27]
+
+
+def test_what_earlier_steps_wrote_past_a_context_is_cleared() -> None:
+    spans = [
+        Span(num_tokens=1, context_len=6, pages=[7, 2, 5], written=9),  # three drafts were wrong, one on page 5
+        Span(num_tokens=1, context_len=6, pages=[8, 3], written=5),
+        Span(num_tokens=1, context_len=6, pages=[9, 4], written=6),  # launched again
+        Span(num_tokens=1, context_len=6, pages=[10, 1], written=7),  # launched again, as is the step after it
+    ]
+    assert view_of(spans, page_size=4).cleared_J.tolist() == [10, 11, 20, 6]
+
+
+def test_clearing_places_leaves_all_others_alone() -> None:
+    cache = LatentCache(2, 3, 4, 5, torch.float32)
+    cache.pages.fill_(1.0)
+    cache.clear(1, torch.tensor([9, 0]))
+    expected = torch.ones(2, 3, 4, 5)
+    expected[1, 2, 1] = expected[1, 0, 0] = 0
+    assert torch.equal(cache.pages, expected)
+    cache.clear(1, torch.tensor([], dtype=torch.int64))
+    assert torch.equal(cache.pages, expected)
+
+
+def test_the_table_for_kernels_is_written_where_a_line_has_changed_and_nowhere_else() -> None:
+    table = PageTable(3, 4, page_size=16)
+    table.write(0, 0, [7, 5])
+    table.write(2, 0, [6])
+    assert table.on_device().tolist() == [[7, 5, 5, 5], [0, 0, 0, 0], [6, 6, 6, 6]]
+    table.on_device()[0] = -1  # to see whether it is written again
+    table.write(2, 1, [9, 8])
+    assert table.on_device().tolist() == [[-1, -1, -1, -1], [0, 0, 0, 0], [6, 9, 8, 8]]
+    assert table.pages_SG.tolist() == [[7, 5, 5, 5], [0, 0, 0, 0], [6, 9, 8, 8]]
 
 
 @pytest.mark.parametrize(
@@ -145,12 +200,12 @@ def test_past_a_rows_end_only_its_own_last_token_is_read() -> None:
     [
         (Span(num_tokens=0, context_len=3, pages=[0]), "0 tokens in a context of 3"),
         (Span(num_tokens=4, context_len=3, pages=[0]), "4 tokens in a context of 3"),
-        (Span(num_tokens=1, context_len=17, pages=[0]), "a context of 17 on 1 pages of 16"),
+        (Span(num_tokens=1, context_len=33, pages=[0]), "1 tokens in a context of 33, room for 32"),
     ],
 )
 def test_span_that_cannot_be_is_a_mistake(span: Span, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        PagedView.build([span], page_size=16)
+        view_of([span], page_size=16)
 
 
 def test_stale_latents_of_others_never_reach_a_result(
@@ -161,3 +216,30 @@ def test_stale_latents_of_others_never_reach_a_result(
     clean = rank_of(x).run(steps)
     poisoned = rank_of(x, poison=float("nan")).run(steps)
     assert all(torch.equal(a, b) for a, b in zip(clean, poisoned, strict=True))
+
+
+def test_what_a_step_left_that_was_taken_back_never_reaches_a_result(
+    rank_of: Callable[..., Any], hidden: Callable[..., Tensor]
+) -> None:
+    x, nan = hidden(40), torch.full((7, 24), torch.nan, dtype=torch.float64)
+    after = [[(0, 1)], [(0, 3)], [(0, 1)], [(0, 16)]]
+    clean = rank_of([x])
+    expected = clean.run([[(0, 9)], *after])
+    rank = rank_of([x], poison=float("nan"))
+    first = rank.step([(0, 9)])
+    rank.inputs = [torch.cat((x[:9], nan[:3], nan, x[19:]))]
+    rank.step([(0, 3)])  # as wrong drafts, or as a step that is run again
+    rank.step([(0, 7)])  # reaches into the second page of 16
+    rank.inputs, rank.done = [x], [9]
+    [rest] = rank.run(after)
+    assert torch.equal(torch.cat((first[0], rest)), expected[0])
+
+
+def test_a_row_is_not_touched_by_a_later_one_of_its_span(
+    rank_of: Callable[..., Any], hidden: Callable[..., Tensor], assert_near: Callable[..., None]
+) -> None:
+    x = hidden(12)
+    [alone] = rank_of([x]).run([[(0, 9)], [(0, 1)]])
+    wrong = torch.cat((x[:10], torch.full((2, 24), torch.nan, dtype=torch.float64)))
+    [drafted] = rank_of([wrong]).run([[(0, 9)], [(0, 3)]])
+    assert_near(drafted[:10], alone, 1e-12)

@@ -11,15 +11,14 @@ from attention_mla import (
     LatentCache,
     MlaConfig,
     MlaWeights,
-    PagedView,
     Partial,
     Queries,
-    Span,
     Tiling,
     absorbed_attention,
     merge,
     naive_attention,
 )
+from tests.attention_mla.spans import Span, view_of
 
 AssertNear = Callable[[Tensor, Tensor, float], None]
 USUAL = Tiling()
@@ -42,13 +41,11 @@ class Case:
         )
         self.context_SW = torch.randn(context_len, config.latent_width, generator=generator, dtype=torch.float64)
         self.cache = LatentCache(1, count + 2, page_size, config.latent_width, torch.float64)
-        whole = PagedView.build(
-            [Span(num_tokens=context_len, context_len=context_len, pages=self.pages)], page_size=page_size
-        )
+        whole = view_of([Span(num_tokens=context_len, context_len=context_len, pages=self.pages)], page_size=page_size)
         self.cache.append(0, self.context_SW, whole.places_T)
 
     def naive(self, tiling: Tiling = USUAL) -> Tensor:
-        view = PagedView.build([self.span], page_size=self.page_size, max_absorbed_tokens=0, tiling=tiling)
+        view = view_of([self.span], page_size=self.page_size, max_absorbed_tokens=0, tiling=tiling)
         return naive_attention(
             self.queries,
             self.weights,
@@ -59,7 +56,7 @@ class Case:
 
     def absorbed(self, tiling: Tiling = USUAL) -> Tensor:
         count = self.span.num_tokens
-        rows = PagedView.build([self.span], page_size=self.page_size, max_absorbed_tokens=count, tiling=tiling).decode
+        rows = view_of([self.span], page_size=self.page_size, max_absorbed_tokens=count, tiling=tiling).decode
         out_RHV = absorbed_attention(
             self.queries.take(rows.tokens_R),
             self.weights,
@@ -126,7 +123,7 @@ def test_naive_is_absorbed_whatever_the_tiles(
 def test_page_size_changes_nothing_at_all(page_size: int, case: Callable[..., Case]) -> None:
     pages_of_64, other = case(9, 129), case(9, 129, page_size=page_size)
     other.queries, other.context_SW = pages_of_64.queries, pages_of_64.context_SW
-    whole = PagedView.build([Span(num_tokens=129, context_len=129, pages=other.pages)], page_size=page_size)
+    whole = view_of([Span(num_tokens=129, context_len=129, pages=other.pages)], page_size=page_size)
     other.cache.append(0, other.context_SW, whole.places_T)
     assert torch.equal(other.absorbed(), pages_of_64.absorbed())
     assert torch.equal(other.naive(), pages_of_64.naive())

@@ -51,6 +51,26 @@ def test_what_was_added_is_read_again(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
 
 
+def test_padded_rows_are_no_tokens(tmp_path: Path) -> None:
+    recorder = RoutingRecorder(tmp_path / "r", **SHAPE, max_token_ids=4)
+    experts = experts_of(3, 1)
+    recorder.add(counts_of(experts), num_tokens=3)
+    recorder.add_experts(torch.cat([experts[:, :2], torch.full((3, 5, 2), -1), experts[:, 2:]], dim=1))
+    recorder.close()
+    read = Recording.read(tmp_path / "r")
+    assert read.experts_MYK is not None
+    assert np.array_equal(read.experts_MYK, experts.permute(1, 0, 2).numpy())
+
+
+def test_tokens_that_wrap_around_are_refused(tmp_path: Path) -> None:
+    """2**62 tokens x top_k 4 is 0 in 64 bits: as many pairs as there are."""
+    recorder = RoutingRecorder(tmp_path / "r", num_layers=1, num_experts=4, top_k=4)
+    recorder.add(torch.zeros(1, 4, dtype=torch.int64), num_tokens=1 << 62)
+    recorder.close()
+    with pytest.raises(ValueError, match="tokens holds 4611686018427387904; a row has at most"):
+        Recording.read(tmp_path / "r")
+
+
 @pytest.mark.parametrize("tokens", [[], [0]])
 def test_an_empty_recording_is_one_too(tmp_path: Path, tokens: list[int]) -> None:
     record(tmp_path / "r", tokens)
@@ -131,6 +151,10 @@ def rewritten(tmp_path: Path, about: dict[str, str] | None = None, **arrays: np.
         ({}, {"steps": np.array([1, 0])}, "steps holds 0"),
         ({}, {"steps": np.array([1])}, r"steps is int64 \[1\]; it must be int64 \[2\]"),
         ({}, {"experts": np.full((3, 3, 2), 8, np.int32)}, "experts holds 8; there are 8 experts, counted from 0"),
+        ({"top_k": "9"}, {}, "top_k is 9; a token cannot visit more than the 8 experts"),
+        ({}, {"tokens": np.array([5, (1 << 63) - 1])}, r"tokens holds \d+; a row has at most 1099511627776"),
+        ({}, {"steps": np.array([1 << 62, 1 << 62])}, r"steps holds \d+; a row has at most 1099511627776"),
+        ({}, {"of_steps": np.array([0, 1, 2])}, "of_steps holds 2; there are 2 steps, counted from 0"),
         ({}, {"of_steps": np.zeros(2, np.int64)}, r"of_steps is int64 \[2\]; it must be int64 \[3\]"),
     ],
 )

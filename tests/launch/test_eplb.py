@@ -94,6 +94,12 @@ def test_without_noise_the_balance_is_that_of_the_sums(tmp_path, reported):
     assert place["balance_layers"] == pytest.approx(expected, abs=1e-4)
 
 
+def test_a_file_that_is_named_twice_is_refused(tmp_path, refused):
+    files = [write(tmp_path / f"r.{rank}", seed=rank, num_ranks=2) for rank in range(2)]
+    for words in ([files[0], files[0]], [tmp_path / "r", files[1]], [tmp_path / "r", tmp_path / "r"]):
+        assert re.search(r"report names .*r\.[01] twice; name each rank's file once", refused(*words))
+
+
 def test_the_files_of_several_ranks_are_added_up(tmp_path, reported):
     files = [write(tmp_path / f"r{rank}", seed=rank, tokens=10 * rank) for rank in range(1, 4)]
     lines = reported(*files, "--ranks", "2")

@@ -115,7 +115,13 @@ def assert_same(found: list[dict[str, Any]], truth: list[dict[str, Any]]) -> Non
 
 
 THREADS, GLOO, MPI = ["--transport", "threads", "--ranks"], ["--transport", "gloo", "--ranks"], ["--transport", "mpi"]
-IN_SHORT = [("threads", 4, "auto"), ("gloo", 2, "4"), ("gloo", 4, "auto"), ("mpi", 2, "auto"), ("mpi", 4, "1")]
+IN_SHORT = [
+    ("threads", 4, "auto", 1),
+    ("gloo", 2, "4", 3),
+    ("gloo", 4, "auto", 1),
+    ("mpi", 2, "auto", 2),
+    ("mpi", 4, "1", 1),
+]
 IN_FULL = [
     (transport, size, interval)
     for transport, sizes in (("threads", (1, 4)), ("gloo", (2, 4)), ("mpi", (2, 4)))
@@ -131,11 +137,15 @@ def group_command(mix: tuple[Path, Path], transport: str, size: int, interval: s
     return [*PROGRAM, *words, *(THREADS if transport == "threads" else GLOO), str(size)]
 
 
-@pytest.mark.parametrize(("transport", "size", "interval"), IN_SHORT)
-def test_no_transport_and_no_interval_changes_an_answer(mix, truth, transport: str, size: int, interval: str):
+@pytest.mark.parametrize(("transport", "size", "interval", "tracks"), IN_SHORT)
+def test_no_transport_no_interval_and_no_tracks_change_an_answer(
+    mix, truth, transport: str, size: int, interval: str, tracks: int
+):
     if transport == "mpi" and MPIRUN is None:
         pytest.skip("mpirun is not installed: pip install 'serried[mpi]'")
-    assert_same(answers(group_command(mix, transport, size, interval)), truth)
+    words = ["--dbo", "on" if tracks > 1 else "off", "--dbo-tracks", str(max(tracks, 2))]
+    words += ["--dbo-decode-token-threshold", "1", "--dbo-prefill-token-threshold", "1"]
+    assert_same(answers([*group_command(mix, transport, size, interval), *words]), truth)
 
 
 @pytest.mark.soak

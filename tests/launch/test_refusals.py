@@ -52,7 +52,7 @@ def test_help_ends_well(capsys):
 
 def test_an_unknown_command_is_refused_by_name(refused):
     assert refused("generte", "m") == (
-        "'generte' is not a command; the commands are bench, doctor, generate, plan, shard, simulate, "
+        "'generte' is not a command; the commands are bench, doctor, eplb, generate, plan, shard, simulate, "
         "e.g. serried plan --help"
     )
 

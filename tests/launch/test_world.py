@@ -1,6 +1,7 @@
 """The World that a launcher's variables describe. The dictionaries are what the launchers really set, and no more."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -124,6 +125,17 @@ def test_srun_may_place_unequal_numbers_of_ranks_on_nodes():
 
 def test_slurms_own_pmi_adds_nothing_to_srun():
     assert detect(srun(3) | {"PMI_RANK": "3", "PMI_SIZE": "4"}) == detect(srun(3))
+
+
+def test_nodes_are_even_where_all_have_as_many_ranks_that_follow_each_other():
+    assert detect(torchrun(3, nodes=2)).even_local_size == 2
+    assert detect(torchrun(1)).even_local_size == 2
+    world = detect(srun(3))
+    assert world.even_local_size == 2
+    assert replace(world, local_rank=0).even_local_size == 2, "in any order within the node"
+    assert replace(world, local_size=1).even_local_size == 1
+    assert replace(world, size=5).even_local_size == 1
+    assert replace(world, rank=1, node_rank=1, local_rank=0).even_local_size == 1  # dealt round the nodes
 
 
 def test_without_variables_there_is_one_rank():

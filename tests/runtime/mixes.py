@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dbo import DboConfig
 from ep import ExchangeConfig
 from runtime import CacheConfig, Engine, EngineConfig, RequestOutput, SamplingParams, SchedulerConfig
 
@@ -75,6 +76,8 @@ class Settings:
     policy: str = "fcfs"
     dtype: str = "float64"
     draft_share: float | None = None
+    tracks: int = 1
+    track_order: str = "abreast"
 
 
 def engine_config(model: Path, settings: Settings) -> EngineConfig:
@@ -92,6 +95,18 @@ def engine_config(model: Path, settings: Settings) -> EngineConfig:
             enable_prefix_caching=settings.enable_prefix_caching,
         ),
         exchange=ExchangeConfig(round_tokens=settings.round_tokens, combine=settings.combine),
+        overlap=overlap_config(settings),
+    )
+
+
+def overlap_config(settings: Settings) -> DboConfig:
+    """Every step is cut that can be."""
+    return DboConfig(
+        dbo="on" if settings.tracks > 1 else "off",
+        dbo_tracks=max(settings.tracks, 2),
+        dbo_order=settings.track_order,
+        dbo_decode_token_threshold=1,
+        dbo_prefill_token_threshold=1,
     )
 
 

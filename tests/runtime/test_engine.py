@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import runtime.assembly
-import runtime.worker
+import runtime.launcher
 from dbo import drive
 from ep import RequestError, SerriedError
 from runtime import Engine, EngineConfig, FinishReason, SamplingParams
-from runtime.batch import StepBatch
+from runtime.launcher import Launcher
+from runtime.rows import Row
 from runtime.worker import Worker
 from tests.runtime.mixes import SMALL_V3, Ask, Settings, engine_config, run_mix
 
@@ -138,8 +140,8 @@ def test_expert_counts_are_of_real_tokens_and_all_of_them(small_v3: Path):
     with Engine(engine_config(small_v3, Settings(ranks=3, async_depth=1))) as engine:
         engine.generate([[5 + i, 6, 7] for i in range(4)], GREEDY)
         for worker in engine._ranks.workers:
-            worker.load.check_conserved(SMALL_V3["num_experts_per_tok"])
-            assert worker.load.num_tokens == worker.counters.computed_tokens
+            worker.experts.load.check_conserved(SMALL_V3["num_experts_per_tok"])
+            assert worker.experts.load.num_tokens == worker.counters.computed_tokens
 
 
 def test_an_id_may_be_used_again_for_another_prompt(small_v3: Path):
@@ -173,33 +175,33 @@ class OnlyFloat64(TorchDispatchMode):
 
 @pytest.mark.parametrize("combine", ["ranks", "slots"])
 def test_a_float64_run_holds_nothing_narrower(small_v3: Path, monkeypatch: pytest.MonkeyPatch, combine: str):
-    plain_sample = Worker._sample
+    plain_sample = Launcher._sample
 
-    def watched_drive(tracks):
+    def watched_drive(tracks, **how):
         with OnlyFloat64():
-            return drive(tracks)
+            return drive(tracks, **how)
 
-    def watched_sample(worker: Worker, logits: torch.Tensor, batch: StepBatch):
+    def watched_sample(launcher: Launcher, hidden: torch.Tensor, rows: Sequence[Row]):
         with OnlyFloat64():
-            return plain_sample(worker, logits, batch)
+            return plain_sample(launcher, hidden, rows)
 
-    monkeypatch.setattr(runtime.worker, "drive", watched_drive)
-    monkeypatch.setattr(Worker, "_sample", watched_sample)
+    monkeypatch.setattr(runtime.launcher, "drive", watched_drive)
+    monkeypatch.setattr(Launcher, "_sample", watched_sample)
     params = SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.1, seed=1, max_tokens=5, logprobs=2)
     asks = [Ask(prompt=tuple(range(2, 2 + n)), params=params) for n in (1, 40)]
     run_mix(small_v3, asks, Settings(ranks=2, combine=combine, async_depth=1))
 
 
 def test_a_rank_that_raises_ends_the_engine_with_its_name(small_v3: Path, monkeypatch: pytest.MonkeyPatch):
-    plain = Worker._launch
+    plain = Worker._run
 
-    def failing(worker: Worker, rows, plan):
+    def failing(worker: Worker, proposal, plan):
         if worker.transport.rank == 1 and plan.step == 2:
             raise RuntimeError("planted")
-        return plain(worker, rows, plan)
+        return plain(worker, proposal, plan)
 
     with Engine(engine_config(small_v3, Settings(ranks=3))) as engine:
-        monkeypatch.setattr(Worker, "_launch", failing)
+        monkeypatch.setattr(Worker, "_run", failing)
         with pytest.raises(RuntimeError, match="planted") as caught:
             engine.generate([[5, 6, 7]], GREEDY)
         assert any("rank 1" in note for note in caught.value.__notes__)
@@ -307,11 +309,13 @@ def test_at_depth_1_a_step_is_launched_before_the_one_before_it_is_read(small_v3
     orders = {}
     for depth in (0, 1):
         seen = orders[depth] = []
-        launch, finish = Worker._launch, Worker._finish
+        launch, finish = Launcher.launch, Worker._finish
         with monkeypatch.context() as patch:
-            patch.setattr(Worker, "_launch", lambda *a, f=launch, s=seen: (s.append(f"launch {a[2].step}"), f(*a))[1])
+            patch.setattr(Launcher, "launch", lambda *a, f=launch, s=seen: (s.append(f"launch {a[2].step}"), f(*a))[1])
             patch.setattr(
-                Worker, "_finish", lambda *a, f=finish, s=seen: (s.append(f"read {a[1].plan.step}"), f(*a))[1]
+                Worker,
+                "_finish",
+                lambda *a, f=finish, s=seen: (s.append(f"read {a[1].launched.plan.step}"), f(*a))[1],
             )
             with Engine(engine_config(small_v3, Settings(async_depth=depth))) as engine:
                 engine.generate([[5, 6]], replace(GREEDY, max_tokens=3))
@@ -321,13 +325,13 @@ def test_at_depth_1_a_step_is_launched_before_the_one_before_it_is_read(small_v3
 
 def test_the_plan_is_announced_before_anything_is_read_or_allocated(small_v3: Path, monkeypatch: pytest.MonkeyPatch):
     order = []
-    for name in ("load_shared", "load_banks", "LatentCache", "TokenTable"):
+    for name in ("load_shared", "load_banks", "LatentCache", "RequestTable"):
         plain = getattr(runtime.assembly, name)
         noted = lambda *a, f=plain, n=name, **k: (order.append(n), f(*a, **k))[1]  # noqa: E731
         monkeypatch.setattr(runtime.assembly, name, noted)
     Engine(engine_config(small_v3, Settings()), on_plan=lambda plan: order.append("plan")).close()
     assert order[0] == "plan"
-    assert set(order) == {"plan", "load_shared", "load_banks", "LatentCache", "TokenTable"}
+    assert set(order) == {"plan", "load_shared", "load_banks", "LatentCache", "RequestTable"}
 
 
 def test_a_paused_engine_has_nothing_in_flight_and_goes_on_where_it_was(small_v3: Path):
@@ -380,7 +384,7 @@ def test_a_dense_model_decodes_on_one_rank_and_on_two(tmp_path: Path):
 def test_rows_without_usable_logits_end_alone_with_an_error(small_v3: Path, monkeypatch: pytest.MonkeyPatch):
     from runtime.decoder import Decoder
 
-    plain = Decoder._logits
+    plain = Decoder.logits
 
     def spoiled(decoder: Decoder, x_BD: torch.Tensor) -> torch.Tensor:
         logits = plain(decoder, x_BD)
@@ -388,7 +392,7 @@ def test_rows_without_usable_logits_end_alone_with_an_error(small_v3: Path, monk
         return logits
 
     with Engine(engine_config(small_v3, Settings())) as engine:
-        monkeypatch.setattr(Decoder, "_logits", spoiled)
+        monkeypatch.setattr(Decoder, "logits", spoiled)
         engine.submit([5, 6], GREEDY, request_id="spoiled")
         engine.submit([7, 8], GREEDY, request_id="next")
         first = next(iter(engine.events()))

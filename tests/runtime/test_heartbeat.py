@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.cadence import CadenceConfig, CadenceState, Reason
-from runtime.heartbeat import Disagreement, HeartbeatState, Vote, decide
+from runtime.heartbeat import MUST_AGREE, Disagreement, HeartbeatState, Vote, decide
+from runtime.rerun import MANY, WINDOW, Overflows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,7 +93,7 @@ def test_an_error_that_a_rank_votes_stops_everybody_and_names_the_lowest():
     assert not plan_of(vote(), vote(error=1)).last
 
 
-@pytest.mark.parametrize("name", ["sequence", "epoch", "config_hash"])
+@pytest.mark.parametrize("name", ["sequence", "epoch", "config_hash", "last_read"])
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_a_rank_that_differs_is_named_with_the_field(name: str, culprit: int):
     votes = [vote() for _ in range(3)]
@@ -102,9 +103,40 @@ def test_a_rank_that_differs_is_named_with_the_field(name: str, culprit: int):
     assert (caught.value.culprit, caught.value.field) == (culprit, name)
 
 
+def test_a_step_that_is_unclean_on_one_rank_is_run_again_on_all_and_what_is_clean_everywhere_may_be_finished():
+    busy = vote(last_read=4, last_clean=4, in_flight=2, unfinished=3, decode_tokens=3)
+    plan, after = decide([busy, busy._replace(last_clean=2), busy], HeartbeatState())
+    assert (plan.clean, plan.rerun_from, plan.bucket, plan.reason) == (2, 3, 0, Reason.HALTED)
+    assert after.overflows == Overflows(recent=(5,))
+    plan, after = decide([busy, busy], after)
+    assert (plan.clean, plan.rerun_from, plan.bucket) == (4, None, 3)
+    assert after.overflows == Overflows(recent=(5,))
+
+
+def test_an_unclean_step_is_run_again_in_a_pause_too_and_only_then_the_pause_is_complete():
+    read = vote(last_read=4, last_clean=4, in_flight=1, unfinished=1, pause=1)
+    plan = plan_of(read, read._replace(last_clean=3))
+    assert (plan.rerun_from, plan.pause, plan.paused) == (4, True, False)
+    plan = plan_of(read, read)
+    assert (plan.rerun_from, plan.clean, plan.paused) == (None, 4, False)
+    assert plan_of(read._replace(in_flight=0), read._replace(in_flight=0)).paused
+
+
+def test_capacities_are_raised_when_many_steps_of_a_window_were_run_again():
+    state = HeartbeatState()
+    levels = []
+    for step in (100, 110, 100 + WINDOW, 101 + WINDOW, 300, 301, 302, 303):
+        unclean = vote(sequence=step, last_read=step - 1, last_clean=step - 2, in_flight=1, unfinished=1)
+        plan, state = decide([unclean], state)
+        levels.append(plan.capacity_level)
+    assert levels == [0, 0, 0, 1, 1, 1, 2, 2], "at 164 step 100 is forgotten; at 165 there are three"
+    calm, after = decide([vote()], state)
+    assert (calm.last, calm.capacity_level, after.overflows) == (True, 2, state.overflows)
+
+
 small = st.integers(0, 3)
 anything = st.integers(-(1 << 63), (1 << 63) - 1)
-FIELDS = Vote._fields[3:]
+FIELDS = tuple(name for name in Vote._fields if name not in MUST_AGREE)
 
 
 @st.composite
@@ -113,19 +145,25 @@ def matrices(draw: st.DrawFn, values: st.SearchStrategy[int] = small, most: int 
     rows = draw(st.lists(st.lists(values, min_size=len(FIELDS), max_size=len(FIELDS)), min_size=1, max_size=5))
     picks = draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=12))
     num_ranks = draw(st.integers(1, most))
-    return [vote(**dict(zip(FIELDS, rows[picks[r % len(picks)]], strict=True))) for r in range(num_ranks)]
+    last_read = draw(values)
+    return [
+        vote(last_read=last_read, **dict(zip(FIELDS, rows[picks[r % len(picks)]], strict=True)))
+        for r in range(num_ranks)
+    ]
 
 
 states = st.builds(
-    lambda interval, step, deferred, lifted: HeartbeatState(
+    lambda interval, step, deferred, lifted, recent: HeartbeatState(
         cadence=CadenceState(
             config=CadenceConfig(prefill_schedule_interval=interval), wave_step=step, deferred=deferred, lifted=lifted
-        )
+        ),
+        overflows=Overflows(level=len(recent), recent=tuple(sorted(recent))),
     ),
     st.sampled_from([1, 2, 7, "auto"]),
     st.integers(0, 9),
     st.integers(0, 9),
     st.booleans(),
+    st.sets(st.integers(0, 4), max_size=MANY - 1),
 )
 
 
@@ -141,8 +179,17 @@ def test_every_rank_of_a_group_comes_to_the_same_plan_and_none_may_be_left_out(
     backwards, after_backwards = decide(list(reversed(votes)), state)
     assert (replace(backwards, failed=plan.failed), after_backwards.wave) == (plan, after.wave)
     work = any(v.unfinished for v in votes)
-    quiet = not any(v.in_flight for v in votes)
-    if any(v.error for v in votes):
+    unclean = any(v.last_clean < v.last_read for v in votes)
+    quiet = not unclean and not any(v.in_flight for v in votes)
+    assert (plan.rerun_from is not None) == unclean
+    assert all(plan.clean <= v.last_clean for v in votes)
+    assert plan.capacity_level == after.overflows.level
+    assert after.overflows.level - state.overflows.level in ((0, 1) if unclean else (0,))
+    assert len(after.overflows.recent) < MANY
+    if unclean:
+        assert (plan.rerun_from, plan.bucket, plan.last, plan.paused) == (plan.clean + 1, 0, False, False)
+        assert after.cadence == state.cadence
+    elif any(v.error for v in votes):
         assert plan.failed is not None
         assert votes[plan.failed].error
     elif work and not plan.pause:
@@ -193,7 +240,7 @@ def test_idleness_is_known_within_as_many_steps_as_are_in_flight(depth: int):
 
 BARE = """
 import sys, types
-for name in ("runtime", "ep"):
+for name in ("runtime", "ep", "dbo"):
     room = types.ModuleType(name)
     room.__path__ = [name]
     sys.modules[name] = room

@@ -65,7 +65,7 @@ class Rank:
             self.launched.append(rows)
         while len(self.unread) > (self.depth if plan.bucket else 0):
             rows = self.unread.popleft()
-            sampled = [SampledRow([7]) if row.samples else None for row in rows]
+            sampled = [SampledRow((7,)) if row.samples else None for row in rows]
             for update in self.scheduler.finish(rows, sampled):
                 if update.finish_reason is not None:
                     self.ended[update.request.id] = update.finish_reason

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from types import FrameType
+from typing import Any
 
 import pytest
+import torch
 
 from ep import ThreadGroup, Transport
-from runtime.host_bench import PARTS, HostTimes, Load, PartClock, measure_group
+from runtime.host_bench import PARTS, HostTimes, Load, PartClock, full_house, measure_group
 from runtime.thread_control import ThreadControl
 from runtime.verdict import Phase
 from runtime.votes import Vote
@@ -84,6 +88,44 @@ def test_work_counts_for_the_part_it_is_done_in():
     [step_ns] = clock.steps_ns
     assert step_ns["sample"] >= 10e6
     assert step_ns["finish"] < 10e6
+
+
+def calls_a_step(load: Load) -> int:
+    """Calls of functions, Python's and others, that a step in which all requests decode takes at least."""
+
+    def rank(transport: Transport) -> int:
+        worker = full_house(ThreadControl(transport), load, PartClock())
+        steps = []
+        with torch.inference_mode():
+            for _ in range(load.steps):
+                num_calls = 0
+
+                def count(frame: FrameType, event: str, arg: Any) -> None:
+                    nonlocal num_calls
+                    num_calls += event in ("call", "c_call")
+
+                sys.setprofile(count)
+                worker.step()
+                sys.setprofile(None)
+                steps.append(num_calls)
+        return min(steps)
+
+    group: ThreadGroup[int] = ThreadGroup(1)
+    group.start(rank)
+    [num_calls] = group.join()
+    return num_calls
+
+
+def test_a_decode_step_costs_few_calls_and_few_more_for_each_request():
+    # What a clock says depends on who else computes; this does not. 1,174 and 11 when it was written.
+    few, many = (calls_a_step(Load(requests=requests, prompt_len=64, steps=8)) for requests in (64, 128))
+    assert few <= 1500
+    assert (many - few) / 64 <= 13
+
+
+def test_a_request_that_is_sampled_costs_a_few_calls_more():
+    few, many = (calls_a_step(Load(requests=n, prompt_len=64, steps=8, temperature=0.7)) for n in (64, 128))
+    assert (many - few) / 64 <= 29
 
 
 def test_what_makes_no_sense_is_refused():

@@ -138,6 +138,8 @@ settings_strategy = st.builds(
     combine=st.sampled_from(["ranks", "slots"]),
     policy=st.sampled_from(["fcfs", "priority"]),
     draft_share=st.sampled_from([None, None, 0.5]),
+    tracks=st.sampled_from([1, 1, 2, 3]),
+    track_order=st.sampled_from(["abreast", "staggered"]),
 )
 
 

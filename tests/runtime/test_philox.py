@@ -1,9 +1,12 @@
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.philox import philox4x32_10, seed_bits, uniform
+from runtime.philox import philox4x32_10, uniform
 from runtime.sampler_reference import philox, random_number
 
 WORDS = st.integers(0, 2**32 - 1)
@@ -20,39 +23,42 @@ def words(text: str) -> list[int]:
     return [int(word, 16) for word in text.split()]
 
 
+def run(counters: Sequence[Sequence[int]], keys: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Four words for each counter and key."""
+    counter_4B = np.array(counters, dtype=np.uint64).reshape(-1, 4).T
+    return philox4x32_10(counter_4B, np.array(keys, dtype=np.uint64).reshape(-1, 2).T).T.tolist()
+
+
 @pytest.mark.parametrize(("counter", "key", "result"), KNOWN_ANSWERS)
 def test_philox_gives_the_published_known_answers(counter: str, key: str, result: str) -> None:
-    found = philox4x32_10(torch.tensor([words(counter)]), torch.tensor([words(key)]))
-    assert found[0].tolist() == words(result)
+    assert run([words(counter)], [words(key)]) == [words(result)]
     assert list(philox(words(counter), words(key))) == words(result)
 
 
 def test_many_counters_at_once_give_what_each_gives_alone() -> None:
-    counters = torch.tensor([words(counter) for counter, _, _ in KNOWN_ANSWERS])
-    keys = torch.tensor([words(key) for _, key, _ in KNOWN_ANSWERS])
-    assert philox4x32_10(counters, keys).tolist() == [words(result) for _, _, result in KNOWN_ANSWERS]
-    assert philox4x32_10(counters[:0], keys[:0]).shape == (0, 4)
+    counters = [words(counter) for counter, _, _ in KNOWN_ANSWERS]
+    keys = [words(key) for _, key, _ in KNOWN_ANSWERS]
+    assert run(counters, keys) == [words(result) for _, _, result in KNOWN_ANSWERS]
+    assert run([], []) == []
 
 
 @given(counter=st.tuples(WORDS, WORDS, WORDS, WORDS), key=st.tuples(WORDS, WORDS))
 @settings(max_examples=100, deadline=None)
 def test_philox_equals_the_loop_on_python_integers(counter: tuple[int, ...], key: tuple[int, int]) -> None:
-    assert tuple(philox4x32_10(torch.tensor([counter]), torch.tensor([key]))[0].tolist()) == philox(counter, key)
+    assert run([counter], [key]) == [list(philox(counter, key))]
 
 
 @given(seed=st.integers(0, 2**64 - 1), position=WORDS, choice=st.integers(0, 1000), draw=st.integers(0, 3))
 @settings(max_examples=100, deadline=None)
 def test_uniform_equals_the_loop_for_every_seed_of_64_bits(seed: int, position: int, choice: int, draw: int) -> None:
-    found = uniform(
-        torch.tensor([seed_bits(seed)]), position_B=torch.tensor([position]), choice_B=torch.tensor([choice]), draw=draw
-    )
-    assert found.dtype == torch.float64
-    assert found.item() == random_number(seed, position=position, choice_index=choice, draw=draw)
+    found = uniform([seed], positions=[position], choices=[choice], draw=draw)
+    assert found.dtype == np.float64
+    assert found.tolist() == [random_number(seed, position=position, choice_index=choice, draw=draw)]
 
 
 def numbers(count: int, *, seed: int = 5, choice: int = 0, draw: int = 0) -> torch.Tensor:
-    constant = torch.full((count,), choice)
-    return uniform(torch.full((count,), seed), position_B=torch.arange(count), choice_B=constant, draw=draw)
+    found = uniform([seed] * count, positions=range(count), choices=[choice] * count, draw=draw)
+    return torch.from_numpy(found)
 
 
 def test_numbers_are_strictly_between_0_and_1_and_level() -> None:
@@ -65,10 +71,9 @@ def test_numbers_are_strictly_between_0_and_1_and_level() -> None:
 
 
 def test_the_extreme_words_stay_off_0_and_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    zero = torch.zeros(2, dtype=torch.int64)
-    extremes = torch.tensor([[0, 0, 0, 0], [2**32 - 1] * 4])
+    extremes = np.array([[0, 2**32 - 1]] * 4, dtype=np.uint64)
     monkeypatch.setattr("runtime.philox.philox4x32_10", lambda _counter, _key: extremes)
-    assert uniform(zero, position_B=zero, choice_B=zero, draw=0).tolist() == [2.0**-53, 1 - 2.0**-53]
+    assert uniform([0, 0], positions=[0, 0], choices=[0, 0], draw=0).tolist() == [2.0**-53, 1 - 2.0**-53]
 
 
 def test_seed_choice_and_draw_each_give_another_sequence() -> None:

@@ -43,7 +43,8 @@ def row(params: SamplingParams | None = None, **fields: Any) -> SampleRow:
 def run(logits: Sequence[Sequence[float]] | Tensor, rows: Sequence[SampleRow], table: Tensor = NO_TABLE) -> Sampled:
     logits_BV = logits if isinstance(logits, Tensor) else torch.tensor(logits, dtype=torch.float64)
     before_BV = logits_BV.clone()
-    sampled = sample(logits_BV, SamplerBatch.build(rows), table)
+    batch = SamplerBatch.build(dict(enumerate(rows)), num_rows=len(rows), vocab_size=logits_BV.shape[1])
+    sampled = sample(logits_BV, batch, table)
     assert torch.equal(logits_BV.nan_to_num(7.0), before_BV.nan_to_num(7.0)), "the logits were changed"
     return sampled
 
@@ -52,6 +53,25 @@ def tokens(logits: Sequence[float], params: SamplingParams, *, num: int = 200, *
     """What `num` different choice indices draw from the same logits."""
     rows = [row(params, choice_index=index, **fields) for index in range(num)]
     return run([logits] * num, rows).token_B.tolist()
+
+
+def test_how_rows_are_put_together_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits_BV = torch.randn(20, 33, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    asked = (
+        SamplingParams(seed=3),
+        SamplingParams(top_p=0.7, logprobs=3),
+        SamplingParams(top_k=4, min_p=0.1, repetition_penalty=1.3),
+        SamplingParams(temperature=0.0, presence_penalty=1.0, logprobs=1),
+        SamplingParams(temperature=0.0),
+    )
+    table = torch.randint(0, 33, (20, 9), generator=torch.Generator().manual_seed(1))
+    rows = [row(asked[n % 5], seed=n, slot=n, position=n % 9, prompt_len=n % 4 if n % 9 > 3 else 0) for n in range(20)]
+    together = run(logits_BV, rows, table)
+    monkeypatch.setattr("runtime.sampler_batch.GROUP_LOGITS", 70)  # two rows of 33
+    apart = run(logits_BV, rows, table)
+    assert torch.equal(together.token_B, apart.token_B)
+    assert torch.equal(together.logprob_B.nan_to_num(7.0), apart.logprob_B.nan_to_num(7.0))
+    assert torch.equal(together.top_ids_BK, apart.top_ids_BK)
 
 
 GRID = st.integers(-32, 32).map(lambda quarter: quarter / 4)

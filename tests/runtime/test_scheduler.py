@@ -78,7 +78,7 @@ class Bench:
         entries = iter(
             [[says] * (1 + row.num_drafts) for row in rows if row.samples] if isinstance(says, int) else says
         )
-        return self.scheduler.finish(rows, [SampledRow(next(entries)) if row.samples else None for row in rows])
+        return self.scheduler.finish(rows, [SampledRow(tuple(next(entries))) if row.samples else None for row in rows])
 
     def step(self, says: Sequence[Sequence[int]] | int = 7) -> list[tuple[str, int, int, str]]:
         rows = self.launch()
@@ -511,7 +511,7 @@ def test_logprobs_are_handed_on_for_new_tokens_only() -> None:
     bench.add(request)
     bench.step()
     bench.launch()
-    [update] = bench.scheduler.finish(bench.unread.pop(), [SampledRow([5, 9, 9], ["x", "y", "z"])])
+    [update] = bench.scheduler.finish(bench.unread.pop(), [SampledRow((5, 9, 9), ["x", "y", "z"])])
     assert update == Update(request, (5, 9), ("x", "y"), None)
 
 

@@ -282,9 +282,9 @@ def slowed(model: Path, action: str, *, seconds: float, told: list[str]) -> Engi
     table = engine._ranks.workers[1].table
     plain = table.admit
 
-    def admit(rows) -> None:
+    def admit(rows, columns):
         time.sleep(seconds)
-        plain(rows)
+        return plain(rows, columns)
 
     table.admit = admit  # type: ignore[method-assign]
     return engine

@@ -1,0 +1,78 @@
+"""A row of the latent cache as kernels see it: latents and rope key of one token, plain or in fp8.
+
+Plain, both lie side by side in one dtype. In fp8 a row of 512 + 64 takes 656 bytes, against 1,152 in bfloat16:
+
+    512 B  latent, e4m3     16 B  a float32 scale for each 128 of them     128 B  rotated rope key, bfloat16
+
+A scale takes the stored value back: latent = value * scale, scale = max(largest magnitude, 1e-4) / 448. The rope key
+stays bfloat16: its few dims carry the positions. Knows bytes of a row; whose row it is, is the cache's.
+
+Letters: T tokens here, N latents by place, C latent rank, P rope dim, W = C + P, G groups of 128 latents.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["FP8", "GROUP", "LatentRows", "fp8_row_bytes"]
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+GROUP = 128
+FLOOR = 1e-4
+"""Of the largest magnitude of a group: keeps a group of zeros finite."""
+
+
+def fp8_row_bytes(rank: int, rope_dim: int) -> int:
+    """Bytes of one token in one layer. `rank` must be a multiple of 128."""
+    assert rank % GROUP == 0, f"a latent of {rank} does not fill groups of {GROUP}"
+    return rank + 4 * (rank // GROUP) + 2 * rope_dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentRows:
+    """One layer's rows by place, as views of the cache's memory."""
+
+    latents_NC: Tensor
+    scales_NG: Tensor | None
+    """None where latents are plain."""
+    rope_NP: Tensor
+
+    @classmethod
+    def plain(cls, rows_NW: Tensor, rank: int) -> "LatentRows":
+        """Of rows that hold latent and rope key in one dtype."""
+        return cls(latents_NC=rows_NW[:, :rank], scales_NG=None, rope_NP=rows_NW[:, rank:])
+
+    @classmethod
+    def fp8(cls, bytes_NX: Tensor, *, rank: int, rope_dim: int) -> "LatentRows":
+        """Of uint8 [N, X], X = fp8_row_bytes(rank, rope_dim)."""
+        assert bytes_NX.dtype is torch.uint8, f"rows of {bytes_NX.dtype}"
+        assert bytes_NX.shape[1] == fp8_row_bytes(rank, rope_dim), f"rows of {bytes_NX.shape[1]} bytes"
+        scales_end = rank + 4 * (rank // GROUP)
+        return cls(
+            latents_NC=bytes_NX.view(FP8)[:, :rank],
+            scales_NG=bytes_NX.view(torch.float32)[:, rank // 4 : scales_end // 4],
+            rope_NP=bytes_NX.view(torch.bfloat16)[:, scales_end // 2 :],
+        )
+
+    def write(self, latents_TW: Tensor, places_T: Tensor) -> None:
+        """Store latents with their rope keys behind them; place -1 is the last row, which is nobody's."""
+        rank = self.latents_NC.shape[1]
+        self.rope_NP[places_T] = latents_TW[:, rank:].to(self.rope_NP.dtype)
+        if self.scales_NG is None:
+            self.latents_NC[places_T] = latents_TW[:, :rank]
+            return
+        groups_TG = latents_TW[:, :rank].float().unflatten(1, (-1, GROUP))
+        scale_TG = groups_TG.abs().amax(dim=2).clamp_min(FLOOR) / FP8_MAX
+        values_TC = (groups_TG / scale_TG.unsqueeze(2)).clamp(-FP8_MAX, FP8_MAX).to(FP8).flatten(1)
+        # Put in place as bytes: not every torch can index fp8.
+        self.latents_NC.view(torch.uint8)[places_T] = values_TC.view(torch.uint8)
+        self.scales_NG[places_T] = scale_TG
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """[N, W] in `dtype`, each latent widened in float32 and rounded once."""
+        latents_NC = self.latents_NC.to(dtype)
+        if self.scales_NG is not None:
+            latents_NC = (self.latents_NC.float() * self.scales_NG.repeat_interleave(GROUP, dim=1)).to(dtype)
+        return torch.cat((latents_NC, self.rope_NP.to(dtype)), dim=1)

@@ -1,0 +1,61 @@
+"""A block with Triton's kernels (in the interpreter) against the same block in torch, over steps of mixed spans."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention_mla import MlaConfig, attention_ops, rms_norm
+from attention_mla.ops import TritonOps
+
+STEPS = [[(0, 20), (1, 3)], [(0, 1), (1, 2), (2, 1)], [(2, 6)], [(0, 1), (2, 1)]]
+"""Prompts, one token, several tokens and both together, in turn."""
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("q_lora_rank", [None, 10])
+def test_a_block_gives_what_it_gives_in_torch(
+    q_lora_rank: int | None,
+    rank_of: Callable[..., Any],
+    hidden: Callable[..., Tensor],
+    make_config: Callable[..., MlaConfig],
+    assert_near: Callable[[Tensor, Tensor, float], None],
+):
+    config = make_config(q_lora_rank=q_lora_rank)
+    inputs = [hidden(40, seed=seed, dtype=torch.float32, config=config) for seed in range(3)]
+    outputs = []
+    for ops in (None, TritonOps(split_tokens=16)):
+        block = rank_of(inputs, config=config, poison=float("nan"), **({"ops": ops} if ops else {}))
+        outputs.append(block.run(STEPS))
+    for wanted, found in zip(*outputs, strict=True):
+        assert_near(found, wanted, 1e-5)
+
+
+@pytest.mark.interpret
+def test_both_know_the_sum_and_the_norm(hidden: Callable[..., Tensor]):
+    x_TD, update_TD = hidden(3, dtype=torch.float32), hidden(3, dtype=torch.float32, seed=1)
+    weight_D = hidden(1, dtype=torch.float32, seed=2)[0]
+    for name in ("reference", "triton"):
+        ops = attention_ops(name)
+        sum_TD, h_TD = ops.add_norm(x_TD, update_TD, weight_D, 1e-5)
+        assert torch.allclose(sum_TD, x_TD + update_TD)
+        assert torch.allclose(h_TD, rms_norm(sum_TD, weight_D, 1e-5), atol=1e-6)
+        assert torch.allclose(ops.norm(x_TD, weight_D, 1e-5), rms_norm(x_TD, weight_D, 1e-5), atol=1e-6)
+
+
+def test_without_triton_the_room_is_whole_and_says_what_is_missing():
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import attention_mla\n"
+        "attention_mla.attention_ops('reference')\n"
+        "try:\n    attention_mla.attention_ops('triton')\n"
+        "except ValueError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == (
+        "ops is 'triton'; it needs the package triton: pip install 'serried[gpu]', or choose reference\n"
+    )

@@ -1,0 +1,119 @@
+"""overlap_ranks.py REPORT MODEL JOB...: two ranks over gloo, processes forked here, measure steps in one track and in
+several. Writes {job: [value by rank], ...} to the file REPORT. Jobs:
+
+    sleep ORDER ATTENTION   layers whose compute is sleep, so that a busy machine disturbs them little
+    hide                    the engine, of random weights
+    choose                  the engine on the bare transport, with overlap off and on auto
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from dbo import DboConfig, Timeline, drive, exposed_ns
+from ep import Kind, Tag
+from ep.slow import LinkConfig, SlowTransport
+from ep.torch_dist import listen, open_store, open_torch_dist
+from runtime.overlap_bench import OverlapLoad, bench_config, compare_cpu, measure_overlap
+from runtime.tracing import TracedTransport
+
+SIZE, LIMIT_S = 2, 30.0
+STAGE_S, LAYERS, ROW_BYTES = 0.04, 6, 400_000
+
+
+def sleeping_layers(transport, *, step, track, num_tracks, attention, halves):
+    """Every stage and every exchange of a whole step takes STAGE_S, attention `attention` times as long."""
+
+    def exchange(layer, kind):
+        send = torch.zeros(SIZE, ROW_BYTES // num_tracks, dtype=torch.uint8)
+        tag = Tag(step, layer, track, 0, kind)
+        return transport.all_to_all(torch.empty_like(send), send, recv_splits=[1, 1], send_splits=[1, 1], tag=tag)
+
+    stage_s = STAGE_S / num_tracks
+    for layer in range(LAYERS):
+        time.sleep(attention * stage_s / 2)
+        if halves:
+            yield
+        time.sleep(attention * stage_s / 2)
+        yield exchange(layer, Kind.DISPATCH)
+        time.sleep(stage_s)
+        yield exchange(layer, Kind.COMBINE)
+
+
+def sleep(transport, _model, order, attention):
+    """Seconds and exposed seconds of a step in one track and in two."""
+    timeline = Timeline()
+    slow = TracedTransport(SlowTransport(transport, LinkConfig(link_bytes_per_s=ROW_BYTES / STAGE_S)), timeline)
+    found = {}
+    for step, num_tracks in enumerate((1, 2)):
+        staggered = order == "staggered" and num_tracks > 1
+        tracks = [
+            sleeping_layers(
+                slow, step=step, track=track, num_tracks=num_tracks, attention=float(attention), halves=staggered
+            )
+            for track in range(num_tracks)
+        ]
+        seen = len(timeline.spans)
+        begin = time.monotonic()
+        drive(tracks, lead=int(staggered), timeline=timeline)
+        took = time.monotonic() - begin, exposed_ns(timeline.spans[seen:]) / 1e9
+        found[num_tracks] = min(found.get(num_tracks, took), took)
+    return found
+
+
+def hide(transport, model):
+    load = OverlapLoad()
+    times, _ = measure_overlap(transport, bench_config(model, ranks=SIZE, load=load), load)
+    return times._asdict() | {"by_wall": times.hidden_by_wall, "by_trace": times.hidden_by_trace}
+
+
+def choose(transport, model):
+    load = OverlapLoad(rounds=20)
+    choices = [DboConfig(dbo=name) for name in ("off", "auto")]
+    return compare_cpu(transport, bench_config(model, ranks=SIZE, load=load), load, choices)
+
+
+JOBS = {"sleep": sleep, "hide": hide, "choose": choose}
+
+
+def run_group(model, job):
+    name, *words = job.split()
+    with tempfile.TemporaryDirectory() as folder, listen("lo") as listener:
+        pids = []
+        for rank in range(SIZE):
+            pid = os.fork()
+            if pid == 0:
+                be_rank(rank, listener, Path(folder), lambda transport: JOBS[name](transport, model, *words))
+            pids.append(pid)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        assert codes == [0] * SIZE, codes
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(SIZE)]
+
+
+def be_rank(rank, listener, folder, work):
+    try:
+        port = listener.getsockname()[1]
+        store = open_store("127.0.0.1", port, rank=rank, size=SIZE, listener=listener if rank == 0 else None)
+        transport = open_torch_dist(rank=rank, size=SIZE, backend="gloo", store=store, timeout_s=LIMIT_S)
+        (folder / f"{rank}.json").write_text(json.dumps(work(transport)))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def main(report, model, *jobs):
+    torch.set_num_threads(1)
+    Path(report).write_text(json.dumps({job: run_group(model, job) for job in jobs}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

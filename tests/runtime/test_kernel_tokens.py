@@ -1,0 +1,20 @@
+"""The small trained model decodes to the same greedy tokens with Triton's kernels as in torch (in the interpreter)."""
+
+import pytest
+
+from runtime import Engine, EngineConfig, SamplingParams
+
+pytestmark = [pytest.mark.interpret, pytest.mark.slow]
+
+
+def greedy_tokens(ops: str) -> list[list[int]]:
+    config = EngineConfig(model="profiles/models/tiny-v3", dtype="float32", ops=ops)  # type: ignore[arg-type]
+    with Engine(config) as engine:
+        outputs = engine.generate([[5, 6, 7, 400], [11]], SamplingParams(temperature=0.0, max_tokens=3))
+    return [list(output.token_ids) for output in outputs]
+
+
+def test_kernels_decode_to_the_tokens_of_torch():
+    wanted = greedy_tokens("reference")
+    assert [len(tokens) for tokens in wanted] == [3, 3]
+    assert greedy_tokens("triton") == wanted
