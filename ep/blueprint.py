@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from .bounded import bounded_bytes
-from .capacity import MOST_LEVEL, CapacityPlan, HopPlaces, HopShape, hop_shapes, places_of, uniform_plan
+from .capacity import CapacityPlan, HopPlaces, HopShape, hop_shapes, places_of, uniform_plan
 from .config import ExchangeConfig
 from .hops import HopSpec
 from .rows import CODECS, BackFormat, Codec, RowFormat, wide
+from .terms import MOST_LEVEL
 from .topology import Topology
 
 

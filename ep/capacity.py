@@ -22,10 +22,8 @@ from torch import Tensor
 from .config import CombineMode
 from .fullest import BinomialRows, FixedRows, Fullest, WholeRows, chance_of_part, measure
 from .layout import ranks_of
+from .terms import MOST_LEVEL
 from .topology import Topology
-
-MOST_LEVEL = 12
-"""Capacities are raised so often at most: to four times what they were. Buffers have room for that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST_LEVEL = 12
+"""Capacities are raised so often at most: to four times what they were. Buffers have room for that."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:

@@ -36,7 +36,10 @@ class Fault(IntEnum):
     CHECKPOINT = -2
 
     def __str__(self) -> str:
-        return {Fault.CHECKSUM: "got wrong bytes (checksum)", Fault.CHECKPOINT: "could not read the checkpoint"}[self]
+        return {
+            Fault.CHECKSUM: "got wrong bytes (checksum)",
+            Fault.CHECKPOINT: "could not read the checkpoint, which is asked no more",
+        }[self]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

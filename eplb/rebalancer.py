@@ -167,6 +167,8 @@ class Rebalancer:
         faults = [(rank, vote) for rank, vote in enumerate(ready) if vote < 0]
         if faults:
             culprit, fault = faults[0]
+            if any(vote == Fault.CHECKPOINT for _, vote in faults):
+                self._fetch = None  # on all ranks, whose plans of moves stay alike
             return self._drop(goal, f"rank {culprit} {Fault(fault)}", culprit)
         if self._transfer is not None and min(ready) > self.epoch:
             self._switch(goal, self._transfer)

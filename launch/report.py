@@ -64,7 +64,8 @@ def overflow_line(stats: EngineStats) -> str | None:
         return None
     where = ", ".join(f"{count} on rank {rank}" for rank, count in found)
     again = stats.ranks[0].rerun_steps
-    return f"rows did not fit the exchange in some steps ({where}); {again} steps were run again, exact"
+    steps = "1 step was" if again == 1 else f"{again} steps were"
+    return f"rows did not fit the exchange in some steps ({where}); {steps} run again, exact"
 
 
 def overlap_line(stats: EngineStats) -> str | None:

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ep.terms import MOST_LEVEL
+
 from .votes import Vote
 
 WINDOW = 64
@@ -29,7 +31,7 @@ class Overflows:
     """What is remembered of overflows; the same on every rank.
 
     level    how often the capacities were raised since the start
-    recent   steps of the last WINDOW that ordered a re-run, at the present level
+    recent   steps of the last WINDOW that ordered a re-run, at the present level; fewer than MANY are kept
     """
 
     level: int = 0
@@ -38,6 +40,8 @@ class Overflows:
     def add(self, step: int) -> Overflows:
         """After a re-run that is ordered in `step`."""
         recent = (*[one for one in self.recent if one > step - WINDOW], step)
+        if self.level >= MOST_LEVEL:
+            return Overflows(level=self.level, recent=recent[1 - MANY :])
         return Overflows(level=self.level + 1) if len(recent) >= MANY else Overflows(level=self.level, recent=recent)
 
 
@@ -56,7 +60,8 @@ def find_clean(votes: Sequence[Vote]) -> Cleanness:
 
 def raise_words(level: int) -> str:
     """What a user is told when the capacities have been raised."""
+    so_high = ", as high as they get" if level >= MOST_LEVEL else ""
     return (
-        f"the exchange's capacities are raised to level {level}: {MANY} of the last {WINDOW} steps had more rows than "
-        "fit and were run again; with --exchange exact no step ever has"
+        f"the exchange's capacities are raised to level {level}{so_high}: {MANY} of the last {WINDOW} steps had more "
+        "rows than fit and were run again; with --exchange exact no step ever has"
     )

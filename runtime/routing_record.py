@@ -33,6 +33,8 @@ def read_routing(path: Path | str) -> Recording:
 def routing_files(path: Path | str) -> list[Path]:
     """The files that this name stands for. Raises as `read_routing`."""
     path = Path(path)
+    if path.name in ("", ".."):
+        raise ValueError(f"{str(path)!r} is no recording of routing; it must name a file, e.g. routing")
     if path.is_file():
         return [path]
     first = rank_file(path, 0)

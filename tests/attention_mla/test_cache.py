@@ -211,8 +211,9 @@ def test_span_that_cannot_be_is_a_mistake(span: Span, message: str) -> None:
 def test_stale_latents_of_others_never_reach_a_result(
     rank_of: Callable[..., Any], hidden: Callable[..., Tensor]
 ) -> None:
-    x = [hidden(21), hidden(5, seed=1)]
-    steps = [[(0, 9), (1, 1)], [(0, 12), (1, 3)], [(1, 1)]]
+    x = [hidden(70), hidden(8, seed=1)]
+    # The longer of two decode rows says how far both are read.
+    steps = [[(0, 9), (1, 1)], [(0, 50)], [(0, 1), (1, 1)], [(0, 3), (1, 3)], [(1, 1), (0, 1)], [(1, 1), (0, 5)]]
     clean = rank_of(x).run(steps)
     poisoned = rank_of(x, poison=float("nan")).run(steps)
     assert all(torch.equal(a, b) for a, b in zip(clean, poisoned, strict=True))
@@ -221,18 +222,17 @@ def test_stale_latents_of_others_never_reach_a_result(
 def test_what_a_step_left_that_was_taken_back_never_reaches_a_result(
     rank_of: Callable[..., Any], hidden: Callable[..., Tensor]
 ) -> None:
-    x, nan = hidden(40), torch.full((7, 24), torch.nan, dtype=torch.float64)
-    after = [[(0, 1)], [(0, 3)], [(0, 1)], [(0, 16)]]
-    clean = rank_of([x])
-    expected = clean.run([[(0, 9)], *after])
-    rank = rank_of([x], poison=float("nan"))
-    first = rank.step([(0, 9)])
-    rank.inputs = [torch.cat((x[:9], nan[:3], nan, x[19:]))]
+    x, longer, nan = hidden(40), hidden(70, seed=1), torch.full((7, 24), torch.nan, dtype=torch.float64)
+    begin, after = [(0, 9), (1, 60)], [[(0, 1), (1, 1)], [(0, 3)], [(0, 1), (1, 1)], [(0, 16), (1, 1)]]
+    expected, _ = rank_of([x, longer]).run([begin, *after])
+    rank = rank_of([x, longer], poison=float("nan"))
+    first, _ = rank.step(begin)
+    rank.inputs = [torch.cat((x[:9], nan[:3], nan, x[19:])), longer]
     rank.step([(0, 3)])  # as wrong drafts, or as a step that is run again
     rank.step([(0, 7)])  # reaches into the second page of 16
-    rank.inputs, rank.done = [x], [9]
-    [rest] = rank.run(after)
-    assert torch.equal(torch.cat((first[0], rest)), expected[0])
+    rank.inputs, rank.done[0] = [x, longer], 9
+    rest, _ = rank.run(after)
+    assert torch.equal(torch.cat((first, rest)), expected)
 
 
 def test_a_row_is_not_touched_by_a_later_one_of_its_span(

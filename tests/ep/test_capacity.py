@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from ep import CapacityPlan, Topology
-from ep.capacity import MOST_LEVEL, count_hops, describe, hop_shapes, measured_plan, places_of, uniform_plan
+from ep.capacity import count_hops, describe, hop_shapes, measured_plan, places_of, uniform_plan
 from ep.reference import loop_pairs, loop_send_tokens
+from ep.terms import MOST_LEVEL
 
 ONE_NODE = Topology(num_ranks=4, node_size=4)
 TWO_NODES = Topology(num_ranks=4, node_size=2)

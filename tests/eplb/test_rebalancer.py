@@ -14,6 +14,7 @@ from ep import Kind, PeerFailed, SerriedError, Tag, ThreadTransport, run_ranks
 from eplb import ExpertLoad
 from eplb.goal import Question
 from eplb.migration import ExpertLayer, Fault, Pool
+from eplb.moves import Speeds
 from eplb.rebalancer import PLAN_LAYERS, Rebalancer, Stage
 from moe import ExpertBank, PlacementTable
 from tests.eplb.banks import blobs, place, random_placement, table_of, whole_bank
@@ -41,7 +42,9 @@ def random_planner(seed: int, *, before: float = 0.5, after: float = 1.0, layers
 class Rank:
     """One rank with LAYERS layers, their truth, and a vote."""
 
-    def __init__(self, transport: Any, *, planner: Any, slots: int | None = None, **settings: Any) -> None:
+    def __init__(
+        self, transport: Any, *, planner: Any, slots: int | None = None, limit: int = 4096, **settings: Any
+    ) -> None:
         self.transport, self.step = transport, 0
         size = transport.size
         slots = slots or -(-EXPERTS // size) + 1
@@ -57,7 +60,7 @@ class Rank:
             old,
             load=self.load,
             planner=planner,
-            pool=Pool(places=slots, blob_bytes=blob_bytes, limit=4096),
+            pool=Pool(places=slots, blob_bytes=blob_bytes, limit=limit),
             transport=transport,
             **({"window": 2, "interval": 3, "min_gain": 0.05} | settings),
         )
@@ -232,6 +235,29 @@ def test_wrong_bytes_on_one_rank_drop_the_rebalance_on_all_and_the_next_one_come
     assert "expert" in own.split("checksum")[1], "the rank itself says which"
 
 
+def test_a_checkpoint_that_one_rank_cannot_read_is_asked_no_more_and_copies_come_from_ranks():
+    def run(transport: ThreadTransport) -> tuple[int, int, list[int], list[str]]:
+        asked: list[int] = []
+
+        def fetch(layer: int, expert: int, out_B: torch.Tensor) -> None:
+            asked.append(rank.step)
+            if transport.rank == 1:
+                raise OSError("gone")
+            out_B.copy_(rank.whole[layer].blob(expert))
+
+        speeds = Speeds(ranks=1.0, checkpoint=1000.0)
+        rank = Rank(transport, planner=random_planner(3), limit=1 << 14, fetch=fetch, speeds=speeds)
+        rank.run(80)
+        return rank.rebalancer.stats.dropped, rank.rebalancer.stats.rebalances, asked, rank.lines
+
+    ranks = on_ranks(3, run)
+    assert [found[:2] for found in ranks] == [(1, ranks[0][1])] * 3
+    assert ranks[0][1] > 1
+    assert ranks[1][2], "rank 1 tried"
+    assert max(ranks[1][2]) < 20
+    assert "rank 1 could not read the checkpoint, which is asked no more: gone" in ranks[1][3][0]
+
+
 def test_a_rebalance_that_makes_no_progress_is_reported_and_dropped_and_the_old_placement_stays(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -299,4 +325,7 @@ def test_ranks_that_keep_a_layer_in_different_formats_are_told_so():
 
 
 def test_faults_read_as_words():
-    assert [str(fault) for fault in Fault] == ["got wrong bytes (checksum)", "could not read the checkpoint"]
+    assert [str(fault) for fault in Fault] == [
+        "got wrong bytes (checksum)",
+        "could not read the checkpoint, which is asked no more",
+    ]

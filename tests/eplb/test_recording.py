@@ -52,7 +52,7 @@ def test_what_was_added_is_read_again(tmp_path: Path) -> None:
 
 
 def test_padded_rows_are_no_tokens(tmp_path: Path) -> None:
-    recorder = RoutingRecorder(tmp_path / "r", **SHAPE, max_token_ids=4)
+    recorder = RoutingRecorder(tmp_path / "r", num_layers=3, num_experts=8, top_k=2, max_token_ids=4)
     experts = experts_of(3, 1)
     recorder.add(counts_of(experts), num_tokens=3)
     recorder.add_experts(torch.cat([experts[:, :2], torch.full((3, 5, 2), -1), experts[:, 2:]], dim=1))

@@ -58,6 +58,8 @@ def test_overflows_are_told_by_rank_where_there_were_any():
     assert overflow_line(group(3, lambda rank: {"overflow_steps": counts[rank], "rerun_steps": 6})) == (
         "rows did not fit the exchange in some steps (4 on rank 0, 1 on rank 2); 6 steps were run again, exact"
     )
+    once = overflow_line(group(1, lambda _: {"overflow_steps": 1, "rerun_steps": 1}))
+    assert once == "rows did not fit the exchange in some steps (1 on rank 0); 1 step was run again, exact"
 
 
 def test_the_table_marks_a_rank_that_gets_no_new_requests():

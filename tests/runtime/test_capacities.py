@@ -100,6 +100,12 @@ def test_a_recording_of_another_model_or_of_nothing_is_refused(tmp_path: Path):
         capacities(tmp_path / "empty")
 
 
+@pytest.mark.parametrize("path", ["", ".", "/", ".."])
+def test_a_path_that_names_no_file_is_refused_in_words(path: str):
+    with pytest.raises(ValueError, match="must name a file, e.g. routing"):
+        capacities(Path(path))
+
+
 def test_capacities_that_nobody_would_use_are_refused():
     with pytest.raises(ValueError, match="capacities is 'x', but the exchange is exact; give --exchange bounded"):
         settle(EngineConfig(model="profiles/models/tiny-v3", ranks=2, capacities="x"))

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ep.terms import MOST_LEVEL
 from runtime.cadence import CadenceConfig, CadenceState, Reason
 from runtime.heartbeat import MUST_AGREE, Disagreement, HeartbeatState, Vote, decide
-from runtime.rerun import MANY, WINDOW, Overflows
+from runtime.rerun import MANY, WINDOW, Overflows, raise_words
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -132,6 +133,18 @@ def test_capacities_are_raised_when_many_steps_of_a_window_were_run_again():
     assert levels == [0, 0, 0, 1, 1, 1, 2, 2], "at 164 step 100 is forgotten; at 165 there are three"
     calm, after = decide([vote()], state)
     assert (calm.last, calm.capacity_level, after.overflows) == (True, 2, state.overflows)
+
+
+def test_capacities_are_raised_no_further_than_the_buffers_have_room_for():
+    state = HeartbeatState()
+    levels = []
+    for step in range(MANY * (MOST_LEVEL + 5)):
+        unclean = vote(sequence=step, last_read=step - 1, last_clean=step - 2, in_flight=1, unfinished=1)
+        plan, state = decide([unclean], state)
+        levels.append(plan.capacity_level)
+    assert sorted(set(levels)) == list(range(1 + MOST_LEVEL)), "above it blocks stay as they are, and a note would lie"
+    assert "as high as they get" in raise_words(MOST_LEVEL)
+    assert "as high as they get" not in raise_words(MOST_LEVEL - 1)
 
 
 small = st.integers(0, 3)

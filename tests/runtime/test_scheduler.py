@@ -588,3 +588,15 @@ def test_description_counts_requests_pages_and_slots() -> None:
     bench.add(make_request("a", 5), make_request("b", 1, arrival=1))
     bench.launch()
     assert bench.scheduler.describe() == "1 running, 1 waiting, 0 parked; 98 of 100 pages and 0 of 1 slots free"
+
+
+@pytest.mark.parametrize("prompt_len", [2, 3, 4])
+def test_a_page_is_findable_as_soon_as_the_step_that_fills_it_is_read(prompt_len: int) -> None:
+    bench, request = Bench(prefix=True, page_size=4), make_request("a", prompt_len)
+    bench.add(request)
+    found = []
+    for _ in range(8):
+        bench.step()
+        found.append(sum(bench.pool.is_published(page) for page in request.pages))
+    # After n steps prompt_len + n - 1 tokens are computed.
+    assert found == [(prompt_len + steps) // 4 for steps in range(8)]
