@@ -23,7 +23,7 @@ from .model_shapes import total
 _GIB = 1 << 30
 # GiB past which nobody needs to know how many, and a number may be too long to print.
 _COUNTLESS = 10**9
-_TOKEN_ID_BYTES = 8
+_TABLE_BYTES = 8
 _SCALE_BYTES = 4
 
 
@@ -262,7 +262,8 @@ def expert_bytes(model: ModelConfig, *, dtype_bytes: int, keep_fp8: bool) -> int
 
 
 def _workspaces(model: ModelConfig, numbers: MemoryNumbers, slots: int) -> WorkspaceBytes:
-    table = numbers.max_num_seqs * (numbers.max_model_len + 1) * _TOKEN_ID_BYTES
+    line = numbers.max_model_len + 1 + pages_of(numbers.max_model_len, numbers.page_size)
+    table = numbers.max_num_seqs * line * _TABLE_BYTES
     # The logits, their log-softmax, and the sorted copy that top-k and top-p need.
     logits = 3 * numbers.max_num_seqs * model.vocab_size * numbers.wide_bytes
     return WorkspaceBytes(

@@ -66,8 +66,8 @@ def test_what_does_not_fit_is_said_with_its_arithmetic_and_exit_code_1(planned):
     code, record, said = planned("kimi-k2", "--ranks", "1")
     assert (code, record["fits"], record["running_requests"]) == (1, False, 0)
     assert record["shortfall_bytes"] > 0
-    assert said.startswith("serried: a rank of 1 needs 973.45 GiB: weights 969.56 GiB ")
-    assert said.endswith("the device has 139.00 GiB x 0.92 = 127.88 GiB, so 845.57 GiB are missing\n")
+    assert said.startswith("serried: a rank of 1 needs 973.46 GiB: weights 969.56 GiB ")
+    assert said.endswith("the device has 139.00 GiB x 0.92 = 127.88 GiB, so 845.58 GiB are missing\n")
 
 
 @pytest.mark.parametrize(

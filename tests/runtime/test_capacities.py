@@ -102,7 +102,7 @@ def test_a_recording_of_another_model_or_of_nothing_is_refused(tmp_path: Path):
 
 @pytest.mark.parametrize("path", ["", ".", "/", ".."])
 def test_a_path_that_names_no_file_is_refused_in_words(path: str):
-    with pytest.raises(ValueError, match="must name a file, e.g. routing"):
+    with pytest.raises(ValueError, match=r"must name a file, e\.g\. routing"):
         capacities(Path(path))
 
 

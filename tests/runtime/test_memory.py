@@ -138,7 +138,8 @@ def test_more_ranks_leave_more_cache_and_fewer_expert_bytes() -> None:
 
 def test_workspaces_hold_the_exchange_and_the_token_table() -> None:
     work = small_plan(exchange_buffer_bytes=12345).workspaces
-    assert (work.exchange, work.token_table, work.logits) == (12345, 4 * 201 * 8, 3 * 4 * 50 * 4)
+    # Of each request 200 tokens and one more, and the 4 pages of 64 that hold 200.
+    assert (work.exchange, work.token_table, work.logits) == (12345, 4 * (201 + 4) * 8, 3 * 4 * 50 * 4)
     assert work.total == work.exchange + work.token_table + work.logits + work.activations
 
 
