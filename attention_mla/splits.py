@@ -68,7 +68,7 @@ def decode_rows(
     tokens: TokenColumns, is_absorbed_B: NDArray[np.bool_], table: PageTable, split_tokens: int
 ) -> DecodeRows:
     """A row for each token of these spans, longest context first, then in token order."""
-    block_size, num_spans = math.gcd(table.page_size, split_tokens), np.count_nonzero(is_absorbed_B)
+    block_size, num_spans = math.gcd(table.page_size, split_tokens), int(np.count_nonzero(is_absorbed_B))
     order_R = (-tokens.positions_T).argsort(kind="stable")
     if num_spans < len(is_absorbed_B):
         order_R = order_R[is_absorbed_B[tokens.span_T[order_R]]]

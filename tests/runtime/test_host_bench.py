@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ep import ThreadGroup, Transport
-from runtime.host_bench import PARTS, HostTimes, Load, PartClock, full_house, measure_group
+from runtime.full_house import full_house
+from runtime.host_bench import PARTS, HostTimes, Load, PartClock, measure_group
 from runtime.thread_control import ThreadControl
 from runtime.verdict import Phase
 from runtime.votes import Vote
@@ -94,7 +95,8 @@ def calls_a_step(load: Load) -> int:
     """Calls of functions, Python's and others, that a step in which all requests decode takes at least."""
 
     def rank(transport: Transport) -> int:
-        worker = full_house(ThreadControl(transport), load, PartClock())
+        clock = PartClock()
+        worker = full_house(ThreadControl(transport), load, recorder=clock, emit=clock.tell)
         steps = []
         with torch.inference_mode():
             for _ in range(load.steps):
