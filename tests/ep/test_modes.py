@@ -62,6 +62,15 @@ def test_many_ranks_do_too(size, node_size, mode):
     check(size, node_size, mode, routings=("few nodes", "one rank"), top_ks=(6,))
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", MODES, ids="-".join)
+@pytest.mark.parametrize(
+    ("size", "node_size"), [(size, nodes) for size in range(1, 17) for nodes in (1, 2, 4) if size % nodes == 0]
+)
+def test_every_number_of_ranks_does_in_every_mode(size, node_size, mode):
+    check(size, node_size, mode, routings=("spread", "one slot", "one rank", "one node", "masked", "idle"), top_ks=(3,))
+
+
 @pytest.mark.parametrize("mode", MODES, ids="-".join)
 def test_twenty_repeats_bring_the_same_bytes_and_many_copies_of_a_slot_are_ordinary(mode):
     check(4, 2, mode, routings=("spread",), repeats=20, dtype=torch.bfloat16)

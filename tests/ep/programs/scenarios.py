@@ -9,7 +9,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
 
 import psutil
@@ -86,18 +86,18 @@ def conformance(transport: Transport, _folder: Path) -> str:
 
 
 def exchange_modes(transport: Transport, _folder: Path) -> str:
-    """Exact and bounded, both ways back, flat and over nodes; nodes of 1, 2 and 4 in turns."""
+    """Exact and bounded, both ways back, flat and over nodes of 1, 2 and 4."""
     modes = product(("exact", "bounded"), ("off", "on"), ("ranks", "slots"))
-    node_sizes = cycle(size for size in (1, 2, 4) if transport.size % size == 0)
-    for exchange, hierarchical, combine in (*modes, ("bounded", "on", "slots")):
+    node_sizes = [size for size in (1, 2, 4) if transport.size % size == 0]
+    for (exchange, hierarchical, combine), node_size in product(modes, node_sizes):
         check_exchange(
             transport,
             config=ExchangeConfig(exchange=exchange, hierarchical=hierarchical, combine=combine, round_tokens=7),
             dtype=torch.float64,
-            node_size=next(node_sizes),
+            node_size=node_size,
             plan=CapacityPlan.fixed(1 << 20, num_hops=2 if hierarchical == "on" else 1, combine=1 << 20),
             top_ks=(4,),
-            routings=("spread", "idle"),
+            routings=("spread", "one slot", "one node", "masked", "idle"),
         )
     return "passed"
 
