@@ -28,12 +28,10 @@ from runtime.stars import open_control
 from runtime.votes import Vote
 
 from .as_rank import hush
-from .fields import version_fields
-from .group import Start
+from .group import Start, meet_ranks
 from .house import home
 from .refusal import refusals
-from .rendezvous import RendezvousConfig, meet, open_gate
-from .spawn import start_ranks
+from .rendezvous import RendezvousConfig
 from .world import World, check_ranks, detect, own_world
 
 ABOUT = """\
@@ -110,21 +108,10 @@ def run(flags: HostFlags, start: Start) -> int:
 def measure(flags: HostFlags, start: Start, world: World) -> list[HostTimes]:
     """Meet the other ranks of `world` and measure together; all ranks' times, in rank order."""
     with ExitStack() as stack:
-        gate = ranks = None
         with refusals():
-            if start.child is None and world.source == "own launcher":
-                gate = stack.enter_context(open_gate(world, flags.meeting, by_file=False))
-                ranks = stack.enter_context(start_ranks(start.words, size=world.size, invitation=gate.invitation))
-            meeting = meet(
-                world,
-                flags.meeting,
-                fields=(*version_fields(), *load_fields(flags)),
-                endpoints=("control",),
-                gate=gate,
-                invitation=start.child.invitation if start.child else None,
-                check=ranks.check if ranks else None,
+            meeting, _ = meet_ranks(
+                flags.meeting, start, world, stack, fields=load_fields(flags), endpoints=("control",)
             )
-        stack.enter_context(meeting)
         control = open_control(
             rank=world.rank,
             size=world.size,

@@ -27,12 +27,10 @@ from runtime.hardware import Hardware, read_hardware
 
 from .as_rank import hush
 from .bench import commit, machine_line
-from .fields import version_fields
-from .group import Start
-from .place import open_transport
+from .group import Start, meet_ranks
+from .place import cpu_transport, open_transport
 from .refusal import refusals
-from .rendezvous import RendezvousConfig, meet, open_gate
-from .spawn import start_ranks
+from .rendezvous import RendezvousConfig
 from .world import World, check_ranks, detect, own_world
 
 ABOUT = """\
@@ -184,13 +182,9 @@ def run(flags: ExchangeFlags, start: Start) -> int:
 
 def transport_name(flags: ExchangeFlags, world: World) -> str:
     """What carries rows; ValueError for what cannot."""
-    if flags.transport == "auto":
-        return "mpi" if world.source == "mpirun" else "gloo"
-    if flags.transport == "mpi" and world.source not in ("mpirun", "srun"):
-        raise ValueError(f"transport is mpi, but what started this is: {world.describe()}; use mpirun, or gloo")
     if flags.transport == "threads" and world.source != "own launcher":
         raise ValueError("transport is threads, but this process is one of several; leave it out, e.g. auto")
-    return flags.transport
+    return cpu_transport(flags.transport, world)
 
 
 def check_hardware(hardware: Hardware | None, topology: Topology) -> None:
@@ -203,21 +197,8 @@ def check_hardware(hardware: Hardware | None, topology: Topology) -> None:
 def transport_of(name: str, flags: ExchangeFlags, start: Start, world: World) -> Iterator[Transport]:
     """Start the other ranks if nobody did, meet them, and connect."""
     with ExitStack() as stack:
-        gate = ranks = None
         with refusals():
-            if start.child is None and world.source == "own launcher":
-                gate = stack.enter_context(open_gate(world, flags.meeting, by_file=False))
-                ranks = stack.enter_context(start_ranks(start.words, size=world.size, invitation=gate.invitation))
-            meeting = meet(
-                world,
-                flags.meeting,
-                fields=(*version_fields(), *load_fields(flags)),
-                endpoints=("store",),
-                gate=gate,
-                invitation=start.child.invitation if start.child else None,
-                check=ranks.check if ranks else None,
-            )
-        stack.enter_context(meeting)
+            meeting, _ = meet_ranks(flags.meeting, start, world, stack, fields=load_fields(flags), endpoints=("store",))
         yield stack.enter_context(closing(open_transport(name, world, meeting, interface=flags.meeting.interface)))
 
 

@@ -26,13 +26,11 @@ from runtime.tracing import summary, trace_path, write_trace
 
 from .as_rank import hush
 from .bench import commit, machine_line
-from .fields import version_fields
-from .group import Start
+from .group import Start, meet_ranks
 from .models import find_model
-from .place import open_transport
+from .place import cpu_transport, open_transport
 from .refusal import refusals
-from .rendezvous import RendezvousConfig, meet, open_gate
-from .spawn import start_ranks
+from .rendezvous import RendezvousConfig
 from .trace import check_path, picture
 from .world import World, check_ranks, detect, own_world
 
@@ -121,7 +119,7 @@ def run(flags: OverlapFlags, start: Start) -> int:
         check_ranks(world, flags.ranks)
         if world.size == 1:
             world = own_world(0, flags.ranks or DEFAULT_RANKS)
-        name = transport_name(flags, world)
+        name = cpu_transport(flags.transport, world)
         config = bench_config(str(find_model(flags.model)), ranks=world.size, load=flags.load)
     torch.set_num_threads(1)
     if not world.is_primary:
@@ -139,34 +137,19 @@ def run(flags: OverlapFlags, start: Start) -> int:
     return DONE
 
 
-def transport_name(flags: OverlapFlags, world: World) -> str:
-    """What carries rows; ValueError for what cannot."""
-    if flags.transport == "auto":
-        return "mpi" if world.source == "mpirun" else "gloo"
-    if flags.transport == "mpi" and world.source not in ("mpirun", "srun"):
-        raise ValueError(f"transport is mpi, but what started this is: {world.describe()}; use mpirun, or gloo")
-    return flags.transport
-
-
 @contextmanager
 def connected(name: str, flags: OverlapFlags, start: Start, world: World) -> Iterator[Transport]:
     """Start the other ranks if nobody did, meet them, and connect."""
     with ExitStack() as stack:
-        gate = ranks = None
         with refusals():
-            if start.child is None and world.source == "own launcher":
-                gate = stack.enter_context(open_gate(world, flags.meeting, by_file=False))
-                ranks = stack.enter_context(start_ranks(start.words, size=world.size, invitation=gate.invitation))
-            meeting = meet(
-                world,
+            meeting, _ = meet_ranks(
                 flags.meeting,
-                fields=(*version_fields(), ("model", flags.model), ("load", str(flags.load))),
+                start,
+                world,
+                stack,
+                fields=(("model", flags.model), ("load", str(flags.load))),
                 endpoints=("store",),
-                gate=gate,
-                invitation=start.child.invitation if start.child else None,
-                check=ranks.check if ranks else None,
             )
-        stack.enter_context(meeting)
         yield stack.enter_context(closing(open_transport(name, world, meeting, interface=flags.meeting.interface)))
 
 

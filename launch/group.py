@@ -25,14 +25,14 @@ from runtime.front import accept_ranks, call_front
 from runtime.mailbox import LinkMailbox
 from runtime.process_ranks import ProcessRanks
 from runtime.progress import OnProgress
-from runtime.settling import Settled, settle
+from runtime.settling import settle
 from runtime.thread_ranks import ThreadRanks
 
 from .as_rank import Child, hush, on_parent_death
 from .fields import config_fields, model_fields, version_fields
 from .meeting import Meeting
 from .place import ENDPOINTS, GroupFlags, Place, transport_of
-from .rendezvous import meet, open_gate
+from .rendezvous import RendezvousConfig, meet, open_gate
 from .spawn import OwnRanks, start_ranks
 from .trace import Trace
 from .world import World, check_ranks, detect, own_world
@@ -89,7 +89,8 @@ def engine_of(config: EngineConfig, flags: GroupFlags, start: Start, telling: Te
     else:
         hush(world.rank)
     with ExitStack() as stack:
-        meeting, ranks = _meet(settled, flags, start, world, stack)
+        fields = (*model_fields(Path(config.model)), *config_fields(settled.config))
+        meeting, ranks = meet_ranks(flags.meeting, start, world, stack, fields=fields, endpoints=ENDPOINTS)
         place = Place(settled, flags, world, meeting, stack, child=start.child)
         if world.is_primary:
             yield from _front(place, meeting, telling)
@@ -121,20 +122,25 @@ def _threads(config: EngineConfig, flags: GroupFlags, telling: Telling) -> Itera
         telling.say(line)
 
 
-def _meet(
-    settled: Settled, flags: GroupFlags, start: Start, world: World, stack: ExitStack
+def meet_ranks(
+    config: RendezvousConfig,
+    start: Start,
+    world: World,
+    stack: ExitStack,
+    *,
+    fields: Sequence[tuple[str, str]],
+    endpoints: Sequence[str],
 ) -> tuple[Meeting, OwnRanks | None]:
-    """All ranks of the group, met and found alike; started first where that is ours to do."""
+    """All ranks of the group, met and found alike in `fields` and version; started first where that is ours to do."""
     gate = ranks = None
     if start.child is None and world.source == "own launcher":
-        gate = stack.enter_context(open_gate(world, flags.meeting, by_file=False))
+        gate = stack.enter_context(open_gate(world, config, by_file=False))
         ranks = stack.enter_context(start_ranks(start.words, size=world.size, invitation=gate.invitation))
-    config = settled.config
     meeting = meet(
         world,
-        flags.meeting,
-        fields=(*version_fields(), *model_fields(Path(config.model)), *config_fields(config)),
-        endpoints=ENDPOINTS,
+        config,
+        fields=(*version_fields(), *fields),
+        endpoints=endpoints,
         gate=gate,
         invitation=start.child.invitation if start.child else None,
         check=ranks.check if ranks else None,

@@ -76,16 +76,22 @@ class GroupFlags:
 
 def transport_of(flags: GroupFlags, world: World, settled: Settled) -> str:
     """What carries rows in this group. Raises ValueError for what cannot: its field, value, and what would do."""
-    name, on_gpu = flags.transport, settled.device.type == "cuda"
-    if name == "auto":
-        return "nccl" if on_gpu else "mpi" if world.source == "mpirun" else "gloo"
-    if name == "threads":
+    on_gpu = settled.device.type == "cuda"
+    if flags.transport == "threads":
         raise ValueError("transport is threads, but this process is one of several; leave it out, e.g. auto")
-    if name == "mpi" and world.source not in ("mpirun", "srun"):
-        raise ValueError(f"transport is mpi, but what started this is: {world.describe()}; use mpirun, or gloo")
+    name = "nccl" if flags.transport == "auto" and on_gpu else cpu_transport(flags.transport, world)
     if (name == "nccl") != on_gpu:
         fit = "nccl" if on_gpu else "gloo or mpi"
         raise ValueError(f"transport is {name}, but device is {settled.device.type}; rows there travel over {fit}")
+    return name
+
+
+def cpu_transport(name: str, world: World) -> str:
+    """What carries rows between ranks on CPUs; ValueError for MPI without a launcher that speaks it."""
+    if name == "auto":
+        return "mpi" if world.source == "mpirun" else "gloo"
+    if name == "mpi" and world.source not in ("mpirun", "srun"):
+        raise ValueError(f"transport is mpi, but what started this is: {world.describe()}; use mpirun, or gloo")
     return name
 
 
