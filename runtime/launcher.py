@@ -10,8 +10,8 @@ Shapes: T tokens here, B sampled positions, D model, L MoE layers, E experts, K 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -81,38 +81,28 @@ class Launcher:
     def launch(self, rows: tuple[Row, ...], plan: StepPlan) -> Launched:
         """A step for the first time."""
         self._recorder.stamp(Phase.LAUNCH, plan.step)
-        begin = self._recorder.waited_ns, time.monotonic_ns()
         traced = self._timeline.now()
         terms = Terms(bucket=plan.track_tokens, level=plan.capacity_level)
-        batches, out = self._forward(rows, terms, plan)
-        self._recorder.stamp(Phase.SAMPLE, plan.step)
-        sampled = self._sample(out.hidden_BD, batches)
+        launched = self._put(rows, plan, terms, sampling=lambda: self._recorder.stamp(Phase.SAMPLE, plan.step))
         self._timeline.add("step", 0, f"step {plan.step}", traced)
-        own_us, waited_us = self._times_us(*begin)
-        return Launched(
-            plan=plan,
-            terms=terms,
-            rows=_rows_of(batches),
-            sampled=sampled,
-            counts_LE=out.counts_LE,
-            num_pairs=out.num_pairs,
-            overflow=out.overflow,
-            experts_LTK=out.experts_LTK,
-            own_us=own_us,
-            waited_us=waited_us,
-        )
+        return launched
 
     def launch_again(self, step: Launched, terms: Terms) -> Launched:
         """The same rows on other terms; what the first launch left in table and cache is written over.
 
         Not stamped: where ranks stand is told by the step in which this happens, its exchanges counted one by one.
         """
+        return self._put(step.rows, step.plan, terms, sampling=lambda: None)
+
+    def _put(self, rows: Sequence[Row], plan: StepPlan, terms: Terms, *, sampling: Callable[[], None]) -> Launched:
+        """The layers, then the sampler; `sampling` is called between them."""
         begin = self._recorder.waited_ns, time.monotonic_ns()
-        batches, out = self._forward(step.rows, terms, step.plan)
+        batches, out = self._forward(rows, terms, plan)
+        sampling()
         sampled = self._sample(out.hidden_BD, batches)
         own_us, waited_us = self._times_us(*begin)
-        return replace(
-            step,
+        return Launched(
+            plan=plan,
             terms=terms,
             rows=_rows_of(batches),
             sampled=sampled,

@@ -85,11 +85,12 @@ def has_its_core(rank: dict[str, Any]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_two_tracks_of_the_engine_hide_most_of_what_a_slow_link_costs(tmp_path: Path):
+@pytest.mark.parametrize("least_by_clock", [LEAST_BY_CLOCK, pytest.param(0.6, marks=pytest.mark.soak)])
+def test_two_tracks_of_the_engine_hide_most_of_what_a_slow_link_costs(tmp_path: Path, least_by_clock: float):
     tries = []
     for _ in range(3):
         [ranks] = run(tmp_path, "hide").values()
-        if all(rank["by_wall"] >= LEAST_BY_CLOCK and rank["by_trace"] >= 0.6 for rank in ranks):
+        if all(rank["by_wall"] >= least_by_clock and rank["by_trace"] >= 0.6 for rank in ranks):
             return
         tries.append(ranks)
     if not any(all(has_its_core(rank) for rank in ranks) for ranks in tries):
