@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime import interpreter
 
 from attention_mla import PagedView
 from attention_mla.decode_kernels import attend, page_block
@@ -233,6 +235,18 @@ def test_a_row_does_not_depend_on_its_batch_mates_nor_on_the_number_of_programs(
     assert torch.equal(alone[0], among[2])
 
 
+@pytest.fixture
+def level_dots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's dots summed in float64: a CPU's matmul may round a row by where it stands in its block."""
+
+    def dot(_, left, right, total, *__):
+        product = np.matmul(left.data, right.data, dtype=np.float64)
+        return interpreter.TensorHandle((product + total.data).astype(total.data.dtype), total.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+@pytest.mark.usefixtures("level_dots")
 def test_a_token_among_several_of_its_request_gets_what_it_would_get_alone():
     together = run(Case(requests=[(66, 4, 8)], heads=5))
     alone = [run(Case(requests=[(context, 1, 8)], heads=5)) for context in (63, 64, 65, 66)]
