@@ -1,8 +1,8 @@
 """From the rows of a committed step to the tensors that the decoder and the sampler read.
 
 Knows the request table (which tokens and pages sit in which slot) and the shape of a step; does not know why a row was
-chosen. Rows become columns on the host, and a few columns go to the device; what is long - tokens and pages - is there
-already, but for what this step begins.
+chosen. A few columns of the rows go to the device; what is long - tokens and pages - is there already, but for what
+this step begins.
 
 Shapes: S slots, T tokens here, B rows or positions that get logits.
 """
@@ -14,43 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from attention_mla import PagedView, PageTable, Spans, TokenColumns
 
-from .rows import Row
-
-Column = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowColumns:
-    """What a step's rows say, a column a field; int64 on the host."""
-
-    slot_B: Column
-    start_B: Column
-    num_tokens_B: Column
-    num_drafts_B: Column
-    num_sampled_B: Column
-    """Positions that get logits, 0 for a row that does not sample."""
-
-    @classmethod
-    def of(cls, rows: Sequence[Row]) -> RowColumns:
-        num_tokens_B = _column([row.num_tokens for row in rows])
-        has_drafts = num_tokens_B.max(initial=0) > 1  # a row of one token has none
-        num_drafts_B = _column([row.num_drafts for row in rows]) if has_drafts else np.zeros_like(num_tokens_B)
-        return cls(
-            slot_B=_column([row.request.slot for row in rows]),
-            start_B=_column([row.start for row in rows]),
-            num_tokens_B=num_tokens_B,
-            num_drafts_B=num_drafts_B,
-            num_sampled_B=_column([row.samples for row in rows]) * (1 + num_drafts_B),
-        )
-
-
-def _column(values: Sequence[int | None]) -> Column:
-    return np.array(values, dtype=np.int64)  # a TypeError where a request runs without a slot
+from .ledger import Column
+from .rows import Row, Rows
 
 
 class RequestTable:
@@ -71,27 +40,22 @@ class RequestTable:
         self._stays: list[list[int] | None] = [None] * num_slots
         self._written_S = np.zeros(num_slots, dtype=np.int64)  # how far into the cache steps of this stay have come
 
-    def admit(self, rows: Sequence[Row], columns: RowColumns) -> Spans:
+    def admit(self, rows: Rows) -> Spans:
         """Write what the device does not have yet: of requests new in their slot, of begun pages, and drafts.
 
         A request enters its slot at the start of a page, and a page is begun by its first position; all other rows are
         passed over without a look. Returns the spans that the rows compute.
         """
-        slots_B, context_B = columns.slot_B, columns.start_B + columns.num_tokens_B
-        last_B = context_B - 1
-        page_size = self.pages.page_size
-        begins_B = last_B // page_size > (columns.start_B - 1) // page_size
-        (wanting_B,) = (begins_B | (columns.num_drafts_B > 0)).nonzero()
-        for index in wanting_B.tolist():
+        slots_B, context_B, page_size = rows.slot_B, rows.end_B, self.pages.page_size
+        begins_B = (context_B - 1) // page_size > (rows.start_B - 1) // page_size
+        for index in begins_B.nonzero()[0].tolist():
+            self._write_pages(int(slots_B[index]), rows[index])
+        for index in (rows.num_sampled_B > 1).nonzero()[0].tolist():
             row = rows[index]
-            if begins_B[index]:
-                self._write_pages(int(columns.slot_B[index]), row)
-            if row.num_drafts:
-                drafts = row.request.drafts[: row.num_drafts]
-                self._write(int(columns.slot_B[index]), row.end - row.num_drafts, drafts)
+            self._write(int(slots_B[index]), row.end - row.num_drafts, row.request.drafts[: row.num_drafts])
         written_B = self._written_S[slots_B]
         self._written_S[slots_B] = np.maximum(written_B, context_B)
-        return Spans(slots_B=slots_B, num_tokens_B=columns.num_tokens_B, context_B=context_B, written_B=written_B)
+        return Spans(slots_B=slots_B, num_tokens_B=rows.num_tokens_B, context_B=context_B, written_B=written_B)
 
     def _write_pages(self, slot: int, row: Row) -> None:
         """Those that the row begins; all, and the tokens, of a request that is new in its slot."""
@@ -117,27 +81,26 @@ class StepBatch:
     slots_B, positions_B   where in the table the sampled tokens go
     """
 
-    rows: tuple[Row, ...]
+    rows: Rows
     view: PagedView
     logit_rows_B: Tensor
     slots_B: Tensor
     positions_B: Tensor
 
     @classmethod
-    def build(cls, rows: Sequence[Row], table: RequestTable) -> StepBatch:
+    def build(cls, rows: Rows, table: RequestTable) -> StepBatch:
         """Lay the rows out one after the other, and write what the table lacks of them; the same rows may come again.
 
         No rows give empty tensors, as on an idle rank.
         """
-        columns = RowColumns.of(rows)
-        view = PagedView.build(table.admit(rows, columns), table.pages)
-        tokens, logit_rows_B = view.tokens, _sampled(view.tokens, columns)
+        view = PagedView.build(table.admit(rows), table.pages)
+        tokens, logit_rows_B = view.tokens, _sampled(view.tokens, rows)
         sent = table.pages.send((logit_rows_B, tokens.slots_T[logit_rows_B], tokens.positions_T[logit_rows_B] + 1))
-        return cls(rows=tuple(rows), view=view, logit_rows_B=sent[0], slots_B=sent[1], positions_B=sent[2])
+        return cls(rows=rows, view=view, logit_rows_B=sent[0], slots_B=sent[1], positions_B=sent[2])
 
 
-def _sampled(tokens: TokenColumns, columns: RowColumns) -> Column:
+def _sampled(tokens: TokenColumns, rows: Rows) -> Column:
     """Index into T of the last `num_sampled` tokens of each row."""
-    first_sampled_B = tokens.first_B + columns.num_tokens_B - columns.num_sampled_B
+    first_sampled_B = tokens.first_B + rows.num_tokens_B - rows.num_sampled_B
     (sampled_B,) = (np.arange(len(tokens.span_T)) >= first_sampled_B[tokens.span_T]).nonzero()
     return sampled_B

@@ -6,17 +6,23 @@ for more. When a page is lacking, the last in order gives all of its pages back 
 in order therefore always moves on, and every request ends as long as the pool can hold the largest one alone.
 
 Knows what requests lack and hold; does not know what was launched or sampled (see `scheduler`).
+
+Shapes: R running requests in order of service, B rows of the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import compress
+
+import numpy as np
 
 from .admission import SchedulerConfig
+from .ledger import Column, Mask
 from .prefix import PrefixCache
 from .request import Request, Status
 from .roster import Roster
-from .rows import Proposal, Row
+from .rows import Proposal, Row, Rows
 
 Drafter = Callable[[Request], Sequence[int]]
 """Guesses the tokens that follow `request.tokens`, any number of them; a wrong guess costs time and no token."""
@@ -25,17 +31,18 @@ Drafter = Callable[[Request], Sequence[int]]
 class _Step:
     """The step being proposed: its rows, what is left of its budget, and whether a lack of pages closes the door."""
 
-    __slots__ = ("budget", "closed", "prefill_tokens", "rows")
+    __slots__ = ("budget", "chunks", "closed", "decodes", "prefill_tokens")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.prefill_tokens = 0
-        self.rows: list[Row] = []
+        self.decodes = Rows.of(())
+        self.chunks: list[Row] = []
         self.closed = False
 
     def proposal(self) -> Proposal:
-        num_tokens = sum([row.num_tokens for row in self.rows])
-        return Proposal(tuple(self.rows), num_tokens - self.prefill_tokens, self.prefill_tokens)
+        rows = Rows.joined((self.decodes, Rows.of(self.chunks))) if self.chunks else self.decodes
+        return Proposal(rows, rows.num_tokens - self.prefill_tokens, self.prefill_tokens)
 
 
 class StepFiller:
@@ -65,42 +72,76 @@ class StepFiller:
 
     def _propose_decodes(self, step: _Step) -> list[Request]:
         """Rows for running requests that lack one token only; returns those that lack more, in order of service."""
-        running = tuple(self._roster.running)
-        page_size, waits_for_drafts = self._pool.page_size, self._drafter is not None
-        prompts: list[Request] = []
-        for index, request in enumerate(running):
-            num_computed = request.num_computed
-            num_known = len(request.tokens) + request.num_pending
-            if num_known - num_computed > 1:
-                prompts.append(request)
-            elif num_known > num_computed and step.budget and request.status is Status.RUNNING:
-                if request.num_pending and (waits_for_drafts or num_known >= request.max_len):
-                    continue  # the token in flight is its last, or drafts are to follow it
-                if num_known > len(request.pages) * page_size and not self._grow(step, request):
-                    continue
-                num_drafts = 0
-                if self._drafter is not None:
-                    num_drafts = self._draft(request, spare=step.budget - (len(running) - index))
-                step.rows.append(Row(request, num_computed, 1 + num_drafts, num_drafts, True))
-                step.budget -= 1 + num_drafts
-        return prompts
+        running, slots_R, ledger = tuple(self._roster.running), self._roster.slots_R, self._roster.ledger
+        if not running:
+            return []
+        num_pending_R, num_computed_R = ledger.num_pending_S[slots_R], ledger.num_computed_S[slots_R]
+        num_known_R = ledger.num_host_S[slots_R] + num_pending_R
+        gap_R = num_known_R - num_computed_R
+        if self._drafter is None:
+            goes_on_R = (num_pending_R == 0) | (num_known_R < ledger.max_len_S[slots_R])  # else its last is in flight
+        else:
+            goes_on_R = num_pending_R == 0  # else drafts are to follow the token in flight
+        served_R = goes_on_R & (gap_R == 1)
+        lacking_R = served_R & (num_known_R > ledger.room_S[slots_R])
+        if lacking_R.any():
+            self._grow(step, running, served_R, lacking_R.nonzero()[0].tolist())
+            served_R &= ledger.is_running_S[slots_R]
+        served_R[served_R.cumsum() > step.budget] = False
+        num_tokens_R = served_R.astype(np.int64)
+        if self._drafter is not None:
+            self._draft(step, running, num_tokens_R)
+        slot_B, num_tokens_B = slots_R[served_R], num_tokens_R[served_R]
+        step.decodes = Rows(
+            requests=list(compress(running, served_R.tolist())),
+            slot_B=slot_B,
+            start_B=num_computed_R[served_R],
+            num_tokens_B=num_tokens_B,
+            num_sampled_B=num_tokens_B,
+            asks_B=ledger.asks_S[slot_B],
+        )
+        step.budget -= step.decodes.num_tokens
+        return [running[index] for index in (gap_R > 1).nonzero()[0].tolist()]
 
-    def _draft(self, request: Request, *, spare: int) -> int:
-        """Ask for drafts and keep those that fit: within `spare` tokens of budget, the length limit and free pages.
+    def _grow(self, step: _Step, running: Sequence[Request], served_R: Mask, lacking: Sequence[int]) -> None:
+        """A page for each newest token whose request's last page is full; no row for those that must wait for one.
 
-        `spare` is what is left when every running request has its next token; for drafts nobody is preempted.
+        Nobody is admitted in a step in which somebody lacked a page.
+        """
+        for index in lacking:
+            request = running[index]
+            if request.status is not Status.RUNNING or np.count_nonzero(served_R[:index]) >= step.budget:
+                return  # preempted, as are all behind it; or their tokens do not fit
+            if not self._pool.num_free:
+                step.closed = True
+                self._make_room(request)
+            page = self._pool.allocate(1)
+            if page is None:
+                served_R[index] = False
+            else:
+                self._roster.add_pages(request, page)
+
+    def _draft(self, step: _Step, running: Sequence[Request], num_tokens_R: Column) -> None:
+        """Ask for drafts and add those that fit: within the budget, the length limit and free pages.
+
+        They get what is left when every running request has its next token; for drafts nobody is preempted.
         """
         assert self._drafter is not None
-        num_known = len(request.tokens)
-        limit = min(spare, request.max_len - num_known - 1)
-        request.drafts = list(self._drafter(request)[:limit]) if limit > 0 else []
-        room = len(request.pages) * self._pool.page_size - num_known
-        if len(request.drafts) > room:
-            pages = self._pool.allocate(self._pool.pages_for(len(request.drafts) - room)) or []
-            request.pages += pages
-            room += len(pages) * self._pool.page_size
-        del request.drafts[room:]
-        return len(request.drafts)
+        spare = step.budget - len(running)
+        for index in num_tokens_R.nonzero()[0].tolist():
+            request = running[index]
+            num_known = len(request.tokens)
+            limit = min(spare, request.max_len - num_known - 1)
+            request.drafts = list(self._drafter(request)[:limit]) if limit > 0 else []
+            room = len(request.pages) * self._pool.page_size - num_known
+            if len(request.drafts) > room:
+                self._roster.add_pages(
+                    request, self._pool.allocate(self._pool.pages_for(len(request.drafts) - room)) or []
+                )
+                room = len(request.pages) * self._pool.page_size - num_known
+            del request.drafts[room:]
+            num_tokens_R[index] += len(request.drafts)
+            spare -= len(request.drafts)
 
     def _propose_chunk(self, step: _Step, request: Request) -> None:
         """As much of the gap as budget and threshold allow; its pages are there since it was admitted."""
@@ -110,7 +151,7 @@ class StepFiller:
         if 0 < threshold < num_tokens:
             num_tokens = threshold
         row = Row(request, request.num_computed, num_tokens, 0, num_tokens == gap)
-        step.rows.append(row)
+        step.chunks.append(row)
         step.budget -= num_tokens
         step.prefill_tokens += num_tokens if row.is_prefill else 0
 
@@ -139,23 +180,10 @@ class StepFiller:
         self._prefix.take(request, found)
         fresh = self._pool.allocate(self._pool.pages_for(len(request.tokens)) - len(found))
         assert fresh is not None, f"request {request.id} was said to fit"
-        self._roster.admit(found + fresh)
+        self._roster.admit(found + fresh, num_computed=len(found) * self._pool.page_size)
         request.num_published = len(found)
-        request.num_computed = len(found) * self._pool.page_size
         if request.num_preemptions == 0:
             request.num_cached = request.num_computed
-
-    def _grow(self, step: _Step, request: Request) -> bool:
-        """A page for the newest token, since the request's last one is full; False when it must wait for one.
-
-        Nobody is admitted in a step in which somebody lacked a page.
-        """
-        if not self._pool.num_free:
-            step.closed = True
-            self._make_room(request)
-        page = self._pool.allocate(1)
-        request.pages += page or ()
-        return page is not None
 
     def _make_room(self, needy: Request) -> None:
         """Preempt the last in order until a page is free or coming; never one that is before the needy."""

@@ -10,20 +10,19 @@ and which are clean on this rank; does not know the other ranks, nor what finish
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .launcher import Launched
-from .rows import SampledRow
+from .rows import Samples
 from .samples import read_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadStep:
-    """A step on the host; `samples` has an entry a row, None for rows that do not sample."""
+    """A step on the host."""
 
     launched: Launched
-    samples: Sequence[SampledRow | None]
+    samples: Samples
 
 
 class InFlight:

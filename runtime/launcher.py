@@ -22,7 +22,7 @@ from .batch import RequestTable, StepBatch
 from .decoder import Decoder, DecoderOutput, TrackInput
 from .heartbeat import StepPlan
 from .recorder import Recorder
-from .rows import Row
+from .rows import Rows
 from .sampler import Sampled
 from .sampler_ops import SamplerOps, sampler_ops
 from .samples import sample_rows
@@ -44,7 +44,7 @@ class Launched:
 
     plan: StepPlan
     terms: Terms
-    rows: tuple[Row, ...]
+    rows: Rows
     sampled: Sampled | None
     counts_LE: Tensor
     num_pairs: int
@@ -78,7 +78,7 @@ class Launcher:
         self._timeline = timeline
         self._sampler = sampler or sampler_ops("reference")
 
-    def launch(self, rows: tuple[Row, ...], plan: StepPlan) -> Launched:
+    def launch(self, rows: Rows, plan: StepPlan) -> Launched:
         """A step for the first time."""
         self._recorder.stamp(Phase.LAUNCH, plan.step)
         traced = self._timeline.now()
@@ -94,7 +94,7 @@ class Launcher:
         """
         return self._put(step.rows, step.plan, terms, sampling=lambda: None)
 
-    def _put(self, rows: Sequence[Row], plan: StepPlan, terms: Terms, *, sampling: Callable[[], None]) -> Launched:
+    def _put(self, rows: Rows, plan: StepPlan, terms: Terms, *, sampling: Callable[[], None]) -> Launched:
         """The layers, then the sampler; `sampling` is called between them."""
         begin = self._recorder.waited_ns, time.monotonic_ns()
         batches, out = self._forward(rows, terms, plan)
@@ -114,7 +114,7 @@ class Launcher:
             waited_us=waited_us,
         )
 
-    def _forward(self, rows: Sequence[Row], terms: Terms, plan: StepPlan) -> tuple[list[StepBatch], DecoderOutput]:
+    def _forward(self, rows: Rows, terms: Terms, plan: StepPlan) -> tuple[list[StepBatch], DecoderOutput]:
         """The layers over all rows, in as many tracks as the plan says; a batch a track, which are sampled in order."""
         staggered = self._staggered and plan.tracks > 1
         batches = [StepBatch.build(part, self._table) for part in cut_rows(rows, plan.tracks)]
@@ -155,5 +155,5 @@ class Launcher:
         return max(time.monotonic_ns() - since_ns - waited, 0) // 1000, waited // 1000
 
 
-def _rows_of(batches: Sequence[StepBatch]) -> tuple[Row, ...]:
-    return batches[0].rows if len(batches) == 1 else tuple([row for batch in batches for row in batch.rows])
+def _rows_of(batches: Sequence[StepBatch]) -> Rows:
+    return Rows.joined([batch.rows for batch in batches])

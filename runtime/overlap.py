@@ -18,9 +18,8 @@ from .votes import Vote
 
 def longest_rows(proposal: Proposal) -> tuple[int, int]:
     """Tokens of the longest row that only decodes, and of the longest other: what a vote says of them."""
-    decodes = [row.num_tokens for row in proposal.rows if not row.is_prefill]
-    prompts = [row.num_tokens for row in proposal.rows if row.is_prefill]
-    return max(decodes, default=0), max(prompts, default=0)
+    num_tokens_B, is_prefill_B = proposal.rows.num_tokens_B, proposal.rows.is_prefill_B
+    return int(num_tokens_B[~is_prefill_B].max(initial=0)), int(num_tokens_B[is_prefill_B].max(initial=0))
 
 
 def uncut_words(state: OverlapState) -> str:

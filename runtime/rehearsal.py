@@ -13,7 +13,7 @@ from .pages import PagePool
 from .prefix import PrefixCache
 from .pretend import PretendDevice, PretendDrafter, PretendModel, Script
 from .request import FinishReason, Request, Status
-from .rows import Proposal, Row, SampledRow
+from .rows import Proposal, Row, Rows, Samples
 from .scheduler import Scheduler, SchedulerConfig
 
 
@@ -21,8 +21,8 @@ from .scheduler import Scheduler, SchedulerConfig
 class Launch:
     """A step on the device, and what its rows may touch until it is read."""
 
-    rows: tuple[Row, ...]
-    sampled: list[SampledRow | None]
+    rows: Rows
+    samples: Samples
     pages: tuple[tuple[int, ...], ...]
     slots: tuple[int | None, ...]
 
@@ -98,7 +98,7 @@ class Rehearsal:
         self.unread.append(
             Launch(
                 rows=rows,
-                sampled=self.device.run(rows),
+                samples=Samples.of(self.device.run(rows)),
                 pages=tuple(tuple(row.request.pages[: self.pool.pages_for(row.end)]) for row in rows),
                 slots=tuple(row.request.slot for row in rows),
             )
@@ -114,7 +114,7 @@ class Rehearsal:
         """Finish the oldest launched step."""
         launch = self.unread.popleft()
         ended_before = set(self.ends)
-        for update in self.scheduler.finish(launch.rows, launch.sampled):
+        for update in self.scheduler.finish(launch.rows, launch.samples):
             request = update.request
             assert request not in self.ends, f"request {request.id} speaks after its end"
             self.outputs[request] += update.new_tokens
@@ -242,7 +242,7 @@ class Rehearsal:
                 is_last = request.num_known >= request.max_len
                 assert is_last or self._lacks(request) > 0, f"request {request.id} is forgotten"
 
-    def _check_rows(self, rows: tuple[Row, ...], proposal: Proposal, prefill_allowed: int | None) -> None:
+    def _check_rows(self, rows: Rows, proposal: Proposal, prefill_allowed: int | None) -> None:
         """What is launched starts where the last row of its request ended, and writes to pages of its own."""
         proposed = {row.request: row for row in proposal.rows}
         if prefill_allowed is not None:

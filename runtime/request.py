@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
+from .ledger import Ledger
 from .sampling_params import SamplingParams
 
 
@@ -65,18 +66,14 @@ class Request:
     """See `SamplingParams.is_plain`: asked of each row in each step."""
     tokens: list[int] = field(init=False)
     """Prompt and output, as far as the host knows them."""
-    num_pending: int = 0
-    """Tokens sampled by launched steps and not finished yet: at most one for each step in flight."""
-    num_computed: int = 0
-    """Tokens whose latents are in the cache, or that launched steps are putting there."""
     drafts: list[int] = field(default_factory=list)
     """Guesses that follow `tokens` in the row proposed last."""
     pages: list[int] = field(default_factory=list)
     """Page i holds positions i * page_size .. (i + 1) * page_size - 1."""
     slot: int | None = None
-    """Row of the token table, while it runs and until its last launched step is read."""
-    in_flight: int = 0
-    """Launched steps that hold a row of it and are not finished yet."""
+    """Its line of all tables, while it runs and until its last launched step is read."""
+    ledger: Ledger | None = None
+    """Where its counts are as long as it has a slot. Without one nothing of it is computed or in flight."""
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
     num_cached: int = 0
@@ -95,6 +92,21 @@ class Request:
     def __post_init__(self) -> None:
         self.is_plain = self.params.is_plain
         self.tokens = list(self.prompt)
+
+    @property
+    def num_pending(self) -> int:
+        """See `Ledger.num_pending_S`."""
+        return 0 if self.ledger is None else int(self.ledger.num_pending_S[self.slot])
+
+    @property
+    def num_computed(self) -> int:
+        """See `Ledger.num_computed_S`."""
+        return 0 if self.ledger is None else int(self.ledger.num_computed_S[self.slot])
+
+    @property
+    def in_flight(self) -> int:
+        """See `Ledger.in_flight_S`."""
+        return 0 if self.ledger is None else int(self.ledger.in_flight_S[self.slot])
 
     @property
     def num_known(self) -> int:

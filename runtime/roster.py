@@ -6,6 +6,8 @@
 
 Parked requests keep pages and slot, since a launched step may still touch both. Both lines are sorted by the requests'
 `turn`. Knows how a request moves; not why: that is the scheduler's.
+
+Shapes: R running requests.
 """
 
 from __future__ import annotations
@@ -14,8 +16,12 @@ import heapq
 from bisect import bisect_left, insort
 from operator import attrgetter
 
+import numpy as np
+
+from .ledger import Column, Ledger
 from .pages import PagePool
 from .request import Request, Status
+from .rows import FAILED_TOKEN
 
 _turn = attrgetter("turn")
 
@@ -25,36 +31,60 @@ class Roster:
 
     def __init__(self, pool: PagePool, num_slots: int) -> None:
         self.pool = pool
+        self.ledger = Ledger(num_slots, failed_token=FAILED_TOKEN)
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.parked: dict[Request, None] = {}
         self.num_preemptions = 0
         self._free_slots = list(range(num_slots))
+        self._slots_R: Column | None = None
 
     @property
     def num_free_slots(self) -> int:
         """Requests that may start to run."""
         return len(self._free_slots)
 
+    @property
+    def slots_R(self) -> Column:
+        """Of those that run, in order; not to be written to. Made anew when somebody starts or ceases to run."""
+        if self._slots_R is None:
+            self._slots_R = np.array([request.slot for request in self.running], dtype=np.int64)
+        return self._slots_R
+
     def enter(self, request: Request) -> None:
         """Into the waiting line, at its place in the order."""
         request.status = Status.WAITING
         insort(self.waiting, request, key=_turn)
 
-    def admit(self, pages: list[int]) -> Request:
-        """The head of the waiting line runs, with these pages and the lowest free slot."""
+    def admit(self, pages: list[int], *, num_computed: int) -> Request:
+        """The head of the waiting line runs, with these pages and the lowest free slot; so many tokens lie in them."""
         request = self.waiting.pop(0)
         request.status = Status.RUNNING
         request.pages = pages
-        request.slot = heapq.heappop(self._free_slots)
+        request.slot, request.ledger = heapq.heappop(self._free_slots), self.ledger
+        self.ledger.open(
+            request.slot,
+            num_host=len(request.tokens),
+            num_computed=num_computed,
+            max_len=request.max_len,
+            room=len(pages) * self.pool.page_size,
+            asks=not request.is_plain,
+            stop_ids=request.stop_ids,
+        )
         insort(self.running, request, key=_turn)
+        self._slots_R = None
         return request
+
+    def add_pages(self, request: Request, pages: list[int]) -> None:
+        """More for one that runs."""
+        request.pages += pages
+        self.ledger.room_S[request.slot] = len(request.pages) * self.pool.page_size
 
     def preempt(self, request: Request) -> None:
         """From running back to its place in the waiting line: tokens kept, nothing computed."""
+        self.ledger.num_computed_S[request.slot] = 0
         self._leave(request)
         self.enter(request)
-        request.num_computed = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
 
@@ -63,9 +93,9 @@ class Roster:
         self._leave(request)
         request.status = Status.ENDED
 
-    def read(self, request: Request) -> None:
-        """A step that held a row of it was read: if it is parked and that was its last one, its pages come back."""
-        if not request.in_flight and request in self.parked:
+    def unpark(self) -> None:
+        """A step was read: pages and slots of parked requests that it was the last one of come back."""
+        for request in [request for request in self.parked if not request.in_flight]:
             del self.parked[request]
             self._give_back(request)
 
@@ -74,7 +104,11 @@ class Roster:
         return self.pool.num_held_only_by([request.pages for request in self.parked])
 
     def _leave(self, request: Request) -> None:
-        line = self.running if request.status is Status.RUNNING else self.waiting
+        if request.status is Status.RUNNING:
+            line, self._slots_R = self.running, None
+            self.ledger.is_running_S[request.slot] = False
+        else:
+            line = self.waiting
         index = bisect_left(line, request.turn, key=_turn)
         assert line[index] is request, f"request {request.id} is not where its status ({request.status}) says"
         del line[index]
@@ -87,5 +121,6 @@ class Roster:
         self.pool.release(request.pages)
         request.pages = []
         if request.slot is not None:
+            self.ledger.close(request.slot, stop_ids=request.stop_ids)
             heapq.heappush(self._free_slots, request.slot)
-            request.slot = None
+            request.slot = request.ledger = None

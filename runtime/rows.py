@@ -1,18 +1,24 @@
 """What passes between the scheduler and whoever runs its steps: rows out, sampled tokens in, updates out.
 
-    propose -> Proposal of Rows -> commit -> the step's Rows -> (device) -> SampledRows -> finish -> Updates
+    propose -> Proposal of Rows -> commit -> the step's Rows -> (device) -> Samples -> finish -> Updates
 
-Values only; nothing here knows pages, slots or policies. They are msgspec structs, for a full rank makes hundreds of
-each in every step: a struct is made in a quarter of a named tuple's time, and the garbage collector passes it over.
+Values only; nothing here knows pages or policies. A step's rows and samples are columns: a `Row` and a `SampledRow` are
+made for whoever looks at a single one. What a full rank makes hundreds of in every step is a msgspec struct: it is made
+in a quarter of a named tuple's time, and the garbage collector passes it over.
+
+Shapes: B rows of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
+from .ledger import Column, Mask
 from .request import FinishReason, Request
 
 FAILED_TOKEN = -1
@@ -43,11 +49,112 @@ class Row(msgspec.Struct, frozen=True, gc=False):
         """The first position after it."""
         return self.start + self.num_tokens
 
+    @property
+    def num_sampled(self) -> int:
+        """Positions that get logits."""
+        return 1 + self.num_drafts if self.samples else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """A step's rows, at most one a request, a column a field; int64 on the host. See `Row` for what they mean.
+
+    slot_B          the request's line of the tables
+    num_sampled_B   positions that get logits: 1 + num_drafts, 0 for a row that does not sample
+    asks_B          see `Ledger.asks_S`
+    """
+
+    requests: Sequence[Request]
+    slot_B: Column
+    start_B: Column
+    num_tokens_B: Column
+    num_sampled_B: Column
+    asks_B: Mask
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Rows:
+        """The same as columns. A TypeError where a request has no slot."""
+        rows = tuple(rows)
+        return cls(
+            requests=[row.request for row in rows],
+            slot_B=_column([row.request.slot for row in rows]),
+            start_B=_column([row.start for row in rows]),
+            num_tokens_B=_column([row.num_tokens for row in rows]),
+            num_sampled_B=_column([row.num_sampled for row in rows]),
+            asks_B=np.array([not row.request.is_plain for row in rows], dtype=np.bool_),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rows]) -> Rows:
+        """One part after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            requests=[request for part in parts for request in part.requests],
+            slot_B=np.concatenate([part.slot_B for part in parts]),
+            start_B=np.concatenate([part.start_B for part in parts]),
+            num_tokens_B=np.concatenate([part.num_tokens_B for part in parts]),
+            num_sampled_B=np.concatenate([part.num_sampled_B for part in parts]),
+            asks_B=np.concatenate([part.asks_B for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __getitem__(self, index: int) -> Row:
+        num_sampled = int(self.num_sampled_B[index])
+        return Row(
+            self.requests[index],
+            int(self.start_B[index]),
+            int(self.num_tokens_B[index]),
+            max(num_sampled - 1, 0),
+            num_sampled > 0,
+        )
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self.__getitem__, range(len(self)))
+
+    def take(self, places: Sequence[int] | Column) -> Rows:
+        """Those at these places, in this order."""
+        places = np.asarray(places, dtype=np.int64)
+        return Rows(
+            requests=[self.requests[place] for place in places.tolist()],
+            slot_B=self.slot_B[places],
+            start_B=self.start_B[places],
+            num_tokens_B=self.num_tokens_B[places],
+            num_sampled_B=self.num_sampled_B[places],
+            asks_B=self.asks_B[places],
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all rows."""
+        return int(self.num_tokens_B.sum())
+
+    @property
+    def is_prefill_B(self) -> Mask:
+        """See `Row.is_prefill`: only of the others each token is the newest, or a draft, and gets logits."""
+        return self.num_tokens_B > self.num_sampled_B
+
+    @property
+    def end_B(self) -> Column:
+        """The first position after each."""
+        return self.start_B + self.num_tokens_B
+
+    @property
+    def first_sample_B(self) -> Column:
+        """Where each row's samples begin, among those of all rows."""
+        return self.num_sampled_B.cumsum() - self.num_sampled_B
+
+
+def _column(values: Sequence[int | None]) -> Column:
+    return np.array(values, dtype=np.int64)
+
 
 class Proposal(NamedTuple):
     """What one rank would run: rows that only decode come first; tokens of both kinds, drafts included."""
 
-    rows: tuple[Row, ...]
+    rows: Rows
     decode_tokens: int
     prefill_tokens: int
 
@@ -60,6 +167,35 @@ class SampledRow(msgspec.Struct, frozen=True, gc=False):
 
     token_ids: tuple[int, ...]
     logprobs: Sequence[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """The host's copy of what a step sampled: see `SampledRow`.
+
+    tokens     of all rows that sample, one row after the other
+    logprobs   of the rows that somebody asked, by their place among the step's rows
+    """
+
+    tokens: Sequence[int] = ()
+    logprobs: Mapping[int, Sequence[Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: Iterable[SampledRow | None]) -> Samples:
+        """An entry a row, None for one that does not sample."""
+        rows = tuple(rows)
+        return cls(
+            tokens=[token for row in rows if row is not None for token in row.token_ids],
+            logprobs={
+                place: row.logprobs for place, row in enumerate(rows) if row is not None and row.logprobs is not None
+            },
+        )
+
+    def row(self, rows: Rows, index: int) -> SampledRow:
+        """What the step's row at this place sampled."""
+        begin = int(rows.first_sample_B[index])
+        end = begin + int(rows.num_sampled_B[index])
+        return SampledRow(tuple(self.tokens[begin:end]), self.logprobs.get(index))
 
 
 class Update(msgspec.Struct, frozen=True, gc=False):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .request import Request
-from .rows import FAILED_TOKEN, Row, SampledRow
+from .rows import FAILED_TOKEN, Rows, Samples
 from .sampler import Sampled, SampleRow
 
 
@@ -21,16 +21,14 @@ class TokenLogprob(NamedTuple):
     top: dict[int, float]
 
 
-def sample_rows(rows: Sequence[Row]) -> dict[int, SampleRow]:
+def sample_rows(rows: Rows) -> dict[int, SampleRow]:
     """What positions that get logits ask of the sampler, by their place among those logits; plain ones are left out."""
     asked: dict[int, SampleRow] = {}
-    place = 0
-    for row in rows:
-        if row.samples:
-            if not row.request.is_plain:
-                for index in range(1 + row.num_drafts):
-                    asked[place + index] = _sample_row(row.request, row.end - row.num_drafts + index)
-            place += 1 + row.num_drafts
+    (asking_B,) = rows.asks_B.nonzero()
+    for index, first in zip(asking_B.tolist(), rows.first_sample_B[asking_B].tolist(), strict=True):
+        row = rows[index]
+        for number in range(row.num_sampled):
+            asked[first + number] = _sample_row(row.request, row.end - row.num_drafts + number)
     return asked
 
 
@@ -47,26 +45,24 @@ def _sample_row(request: Request, position: int) -> SampleRow:
     )
 
 
-def read_rows(rows: Sequence[Row], sampled: Sampled | None) -> list[SampledRow | None]:
-    """Wait for the device and give each row its samples; None for a row that samples nothing."""
+def read_rows(rows: Rows, sampled: Sampled | None) -> Samples:
+    """Wait for the device and bring what it sampled to the host; None is read as nothing."""
     if sampled is None:
-        return [None] * len(rows)
-    tokens = tuple(sampled.token_B.masked_fill(~sampled.ok_B, FAILED_TOKEN).tolist())
-    logprobs: _Logprobs | None = None
-    answers: list[SampledRow | None] = []
-    begin = 0
-    for row in rows:
-        if not row.samples:
-            answers.append(None)
-            continue
-        end = begin + 1 + row.num_drafts
-        if row.request.is_plain or (num_top := row.request.params.logprobs) is None:
-            answers.append(SampledRow(tokens[begin:end]))
-        else:
-            logprobs = logprobs or _Logprobs(sampled)
-            answers.append(SampledRow(tokens[begin:end], logprobs.between(begin, end, tokens, num_top)))
-        begin = end
-    return answers
+        return Samples()
+    tokens = sampled.token_B.masked_fill(~sampled.ok_B, FAILED_TOKEN).tolist()
+    wanted = {
+        index: num_top
+        for index in rows.asks_B.nonzero()[0].tolist()
+        if rows.num_sampled_B[index] and (num_top := rows.requests[index].params.logprobs) is not None
+    }
+    if not wanted:
+        return Samples(tokens=tokens)
+    on_host, first_B = _Logprobs(sampled), rows.first_sample_B.tolist()
+    logprobs = {
+        index: on_host.between(first_B[index], first_B[index] + int(rows.num_sampled_B[index]), tokens, num_top)
+        for index, num_top in wanted.items()
+    }
+    return Samples(tokens=tokens, logprobs=logprobs)
 
 
 class _Logprobs:

@@ -8,28 +8,47 @@
 parked; here the three meet. A page returns to the pool when no launched, unread step holds a row of its request. Until
 then a preempted or ended request is *parked*: its pages count as coming, and nobody is preempted for what they cover.
 
-Plain Python: knows counts of tokens, not their meaning, the model, or the device.
+Knows counts of tokens, not their meaning, the model, or the device.
+
+Shapes: B rows of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import compress
+
+import numpy as np
 
 from ep.errors import RequestError
 
 from .admission import Capacity, Policy, SchedulerConfig
 from .filling import Drafter, StepFiller
+from .ledger import Mask
 from .pages import PagePool
 from .prefix import PrefixCache
 from .request import FinishReason, Request, Status
 from .roster import Roster
-from .rows import Proposal, Row, SampledRow, Update, judge
+from .rows import Proposal, Row, Rows, SampledRow, Samples, Update, judge
 
-__all__ = ["Drafter", "Policy", "Proposal", "Row", "SampledRow", "Scheduler", "SchedulerConfig", "Update"]
+__all__ = [
+    "Drafter",
+    "Policy",
+    "Proposal",
+    "Row",
+    "Rows",
+    "SampledRow",
+    "Samples",
+    "Scheduler",
+    "SchedulerConfig",
+    "Update",
+]
 
 
 class Scheduler:
     """The requests of one rank, from `add` to their last `Update`.
+
+    num_generated   tokens that reached a request, since the start
+    num_ended       requests that ended
 
     The requests' bookkeeping fields, the pool and the prefix cache are this object's to write. Calls come from one
     thread; `add` and `abort` may come between any two others, also between `propose` and `commit`. With a drafter a
@@ -49,6 +68,8 @@ class Scheduler:
         self._filler = StepFiller(config, self._roster, prefix, drafter=drafter)
         self._requests: dict[str, Request] = {}
         self._num_added = 0
+        self.num_generated = 0
+        self.num_ended = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -114,52 +135,69 @@ class Scheduler:
         """
         return self._filler.propose()
 
-    def commit(self, proposal: Proposal, *, prefill_allowed: int | None = None) -> tuple[Row, ...]:
+    def commit(self, proposal: Proposal, *, prefill_allowed: int | None = None) -> Rows:
         """Launch the proposal: its rows, with at most `prefill_allowed` tokens (None: all) in rows that prefill.
 
         Such rows are served in order, the last one cut, the others put off; rows that decode always stay. Rows of
         requests aborted since the proposal are left out.
         """
-        has_prompts = proposal.prefill_tokens > 0
-        allowed = proposal.prefill_tokens if prefill_allowed is None else prefill_allowed
-        rows: list[Row] = []
-        for row in proposal.rows:
-            request = row.request
-            if request.status is not Status.RUNNING:
-                continue
-            if has_prompts and row.is_prefill:
-                if allowed <= 0:
-                    continue
-                if row.num_tokens > allowed:
-                    row = Row(request, row.start, allowed, row.num_drafts, False)
-                allowed -= row.num_tokens
-            request.num_computed += row.num_tokens
-            request.num_pending += row.samples
-            request.in_flight += 1
-            rows.append(row)
-        return tuple(rows)
+        rows, ledger = proposal.rows, self._roster.ledger
+        is_running_B = ledger.is_running_S[rows.slot_B]
+        if not is_running_B.all():
+            rows = rows.take(is_running_B.nonzero()[0])
+        if prefill_allowed is not None and prefill_allowed < proposal.prefill_tokens:
+            rows = _cut(rows, prefill_allowed)
+        ledger.launched(rows.slot_B, rows.num_tokens_B, rows.num_sampled_B)
+        return rows
 
-    def finish(self, rows: Sequence[Row], sampled: Sequence[SampledRow | None]) -> list[Update]:
-        """Read the oldest launched step: `sampled` has an entry a row, None for rows that do not sample.
+    def finish(self, rows: Rows, samples: Samples) -> list[Update]:
+        """Read the oldest launched step.
 
         New tokens reach their requests, computed pages the prefix cache; ended requests leave, and parked ones whose
-        last launched step this was give their pages back. One update for each row that sampled and still counts.
+        last launched step this was give their pages back. One update for each row that sampled and still counts: first
+        of requests that just go on, then of the others.
         """
-        updates: list[Update] = []
-        parked = self._roster.parked
-        for row, samples in zip(rows, sampled, strict=True):
-            request = row.request
-            request.in_flight -= 1
-            if samples is not None:
-                request.num_pending -= 1
-                if request.status is not Status.ENDED:
-                    updates.append(self._take_tokens(row, samples))
-            elif request.status is not Status.ENDED:
-                assert not row.samples, f"nothing was sampled for request {request.id}"
-                self._prefix.publish(request, num_tokens=row.end)
-            if parked:
-                self._roster.read(request)
+        self._roster.ledger.read(rows.slot_B, rows.num_sampled_B)
+        goes_on_B = self._goes_on(rows, samples)
+        updates = self._take_next_tokens(rows, samples, goes_on_B)
+        for index in (~goes_on_B).nonzero()[0].tolist():
+            row = rows[index]
+            if row.request.status is Status.ENDED:
+                continue
+            if row.samples:
+                updates.append(self._take_tokens(row, samples.row(rows, index)))
+            else:
+                self._prefix.publish(row.request, num_tokens=row.end)
+        self._roster.unpark()
         return updates
+
+    def _goes_on(self, rows: Rows, samples: Samples) -> Mask:
+        """Which rows sampled the next token of a running request and nothing else, so that `judge` need not be asked.
+
+        It would say the same: no drafts, not the last place, and a token that ends nobody.
+        """
+        ledger, slot_B = self._roster.ledger, rows.slot_B
+        goes_on_B = ledger.is_running_S[slot_B] & (rows.num_sampled_B == 1)
+        goes_on_B &= ledger.num_host_S[slot_B] + 1 < ledger.max_len_S[slot_B]
+        if not ledger.watched.keys().isdisjoint(samples.tokens):
+            watched = [place for place, token in enumerate(samples.tokens) if token in ledger.watched]
+            goes_on_B[np.arange(len(rows)).repeat(rows.num_sampled_B)[watched]] = False
+        goes_on_B[list(samples.logprobs)] = False
+        return goes_on_B
+
+    def _take_next_tokens(self, rows: Rows, samples: Samples, goes_on_B: Mask) -> list[Update]:
+        """One more token for each request that goes on."""
+        requests = list(compress(rows.requests, goes_on_B.tolist()))
+        tokens = [samples.tokens[place] for place in rows.first_sample_B[goes_on_B].tolist()]
+        for request, token in zip(requests, tokens, strict=True):
+            request.tokens.append(token)
+        self._roster.ledger.num_host_S[rows.slot_B[goes_on_B]] += 1
+        self.num_generated += len(tokens)
+        end_B = rows.end_B
+        fills_page_B = goes_on_B & (end_B % self._page_size < rows.num_tokens_B)
+        for index in fills_page_B.nonzero()[0].tolist():
+            self._prefix.publish(rows.requests[index], num_tokens=int(end_B[index]))
+        return [Update(request, (token,), None, None) for request, token in zip(requests, tokens, strict=True)]
 
     def _take_tokens(self, row: Row, sampled: SampledRow) -> Update:
         """Append what `judge` accepts; wrong drafts count as not computed, and their places are written again."""
@@ -167,12 +205,15 @@ class Scheduler:
         verdict = judge(row, sampled.token_ids)
         new_tokens, reason = verdict.new_tokens, verdict.finish_reason
         request.tokens += new_tokens
+        ledger = self._roster.ledger
+        ledger.num_host_S[request.slot] += len(new_tokens)
+        self.num_generated += len(new_tokens)
         num_computed = row.start + row.num_tokens
         if verdict.num_accepted < row.num_drafts:
             num_rejected = row.num_drafts - verdict.num_accepted
             num_computed -= num_rejected
             if request.status is Status.RUNNING:
-                request.num_computed -= num_rejected
+                ledger.num_computed_S[request.slot] -= num_rejected
         if num_computed // self._page_size > request.num_published and reason is not FinishReason.ERROR:
             self._prefix.publish(request, num_tokens=num_computed)
         if reason is not None:
@@ -183,4 +224,16 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason) -> None:
         self._roster.end(request)
         request.finish_reason = reason
+        self.num_ended += 1
         del self._requests[request.id]
+
+
+def _cut(rows: Rows, allowed: int) -> Rows:
+    """With at most `allowed` tokens in rows that prefill: in order, the last one cut, those behind it left out."""
+    kept: list[Row] = []
+    for row in rows.take(rows.is_prefill_B.nonzero()[0]):
+        if allowed > 0:
+            cut = row.num_tokens > allowed
+            kept.append(Row(row.request, row.start, allowed, row.num_drafts, False) if cut else row)
+        allowed -= row.num_tokens
+    return Rows.joined((rows.take((~rows.is_prefill_B).nonzero()[0]), Rows.of(kept)))

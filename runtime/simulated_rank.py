@@ -9,8 +9,9 @@ its tokens are there, is the group's business (see `simulation`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from .costs import StepShape
 from .heartbeat import StepPlan, Vote
@@ -19,12 +20,12 @@ from .pages import PagePool
 from .prefix import PrefixCache
 from .request import Request
 from .routing import RankView
-from .rows import Proposal, Row, SampledRow, Update
+from .rows import Proposal, Rows, Samples, Update
 from .scheduler import Scheduler, SchedulerConfig
 from .votes import PrefillWatch
 
 CONFIG_HASH = 1
-_TOKEN = SampledRow((7,))
+_TOKEN = 7
 
 
 class Ballot(NamedTuple):
@@ -43,7 +44,7 @@ class SimulatedRank:
         self.prefix = PrefixCache(self.pool, enabled=config.enable_prefix_caching)
         self.scheduler = Scheduler(config, self.pool, self.prefix)
         self.watch = PrefillWatch()
-        self.unread: deque[tuple[Row, ...]] = deque()
+        self.unread: deque[Rows] = deque()
         self.compute_us = 0
         self._config = config
         self._tells_rows = tells_rows
@@ -87,7 +88,7 @@ class SimulatedRank:
         )
         return Ballot(proposal, vote)
 
-    def launch(self, proposal: Proposal, plan: StepPlan) -> tuple[Row, ...]:
+    def launch(self, proposal: Proposal, plan: StepPlan) -> Rows:
         """Put the plan's share of the proposal on the device."""
         rows = self.scheduler.commit(proposal, prefill_allowed=plan.prefill_allowed)
         self.watch.committed(rows)
@@ -101,17 +102,17 @@ class SimulatedRank:
     def read(self) -> list[Update]:
         """The tokens of the oldest launched step."""
         rows = self.unread.popleft()
-        return self.scheduler.finish(rows, [_TOKEN if row.samples else None for row in rows])
+        return self.scheduler.finish(rows, Samples(tokens=[_TOKEN] * int(rows.num_sampled_B.sum())))
 
 
-def shape_of(rows: Sequence[Row]) -> StepShape:
+def shape_of(rows: Rows) -> StepShape:
     """What the cost model has to know of a rank's rows."""
-    prompts = [row for row in rows if row.is_prefill]
-    decodes = [row for row in rows if not row.is_prefill]
-    tokens = sum([row.num_tokens for row in prompts])
+    is_prefill_B, num_tokens_B, end_B = rows.is_prefill_B, rows.num_tokens_B, rows.end_B
+    prompts, decodes = num_tokens_B * is_prefill_B, num_tokens_B * ~is_prefill_B
+    tokens = int(prompts.sum())
     return StepShape(
-        decode_tokens=sum([row.num_tokens for row in decodes]),
-        context_len=sum([row.end for row in decodes]) / max(len(decodes), 1),
+        decode_tokens=int(decodes.sum()),
+        context_len=int(end_B[~is_prefill_B].sum()) / max(np.count_nonzero(~is_prefill_B), 1),
         prefill_tokens=tokens,
-        prefill_position=sum([row.num_tokens * (row.start + row.end) / 2 for row in prompts]) / max(tokens, 1),
+        prefill_position=int((prompts * (rows.start_B + end_B)).sum()) / 2 / max(tokens, 1),
     )

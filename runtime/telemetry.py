@@ -1,6 +1,6 @@
 """What a rank counts while it steps; numbers only, read by the command line and by tests, never by a decision.
 
-Knows rows and updates; does not know clocks, ranks other than its own, or where the numbers are shown.
+Knows rows; does not know clocks, ranks other than its own, or where the numbers are shown.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from eplb.goal import RebalanceStats
 
-from .rows import Row, Update
+from .rows import Rows
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,8 +20,6 @@ class StepCounters:
     steps              steps in which the group ran the layers
     idle_steps         those in which this rank had no token
     computed_tokens    tokens put through the layers here, prompts, drafts and thrown-away rows included
-    generated_tokens   tokens that reached a request
-    finished           requests that ended here
     rerun_steps        steps that were launched again because one in flight had overflowed somewhere; not in `steps`
     mean_pairs         (token, expert) pairs that an average rank computed in a step, summed over steps
     most_pairs         those of the rank with the most, summed likewise: the others waited for it
@@ -31,18 +29,16 @@ class StepCounters:
     steps: int = 0
     idle_steps: int = 0
     computed_tokens: int = 0
-    generated_tokens: int = 0
-    finished: int = 0
     rerun_steps: int = 0
     voted_steps: int = 0
     mean_pairs: float = 0.0
     most_pairs: int = 0
 
-    def launched(self, rows: Sequence[Row]) -> None:
+    def launched(self, rows: Rows) -> None:
         """One step was put on the device with these rows."""
         self.steps += 1
         self.idle_steps += not rows
-        self.computed_tokens += sum([row.num_tokens for row in rows])
+        self.computed_tokens += rows.num_tokens
 
     def voted(self, expert_pairs: Sequence[int]) -> None:
         """What every rank's experts computed in the last step."""
@@ -50,11 +46,6 @@ class StepCounters:
             self.voted_steps = self.steps
             self.mean_pairs += sum(expert_pairs) / len(expert_pairs)
             self.most_pairs += max(expert_pairs)
-
-    def updated(self, updates: Sequence[Update]) -> None:
-        """Requests got tokens, or ended."""
-        self.generated_tokens += sum([len(update.new_tokens) for update in updates])
-        self.finished += sum([update.finish_reason is not None for update in updates])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,15 +16,15 @@ import torch
 from dbo import split
 
 from .decoder import DecoderOutput
-from .rows import Row
+from .rows import Rows
 
 
-def cut_rows(rows: Sequence[Row], num_tracks: int) -> list[tuple[Row, ...]]:
+def cut_rows(rows: Rows, num_tracks: int) -> list[Rows]:
     """The rows of each track; one after the other they are the step's rows, in the order in which they are sampled."""
     if num_tracks == 1:
-        return [tuple(rows)]
-    sizes = [(row.num_tokens, row.end) for row in rows]
-    return [tuple([rows[place] for place in track]) for track in split(sizes, num_tracks)]
+        return [rows]
+    sizes = list(zip(rows.num_tokens_B.tolist(), rows.end_B.tolist(), strict=True))
+    return [rows.take(track) for track in split(sizes, num_tracks)]
 
 
 def join_outputs(outputs: Sequence[DecoderOutput]) -> DecoderOutput:

@@ -12,11 +12,9 @@ from ep import PeerFailed, SerriedError
 
 from .heartbeat import StepPlan
 from .outputs import News, Note
-from .request import Request
 from .rerun import raise_words
 from .rows import Update
 from .straggler import Finding
-from .telemetry import StepCounters
 
 Excuses = Callable[[], Sequence[str]]
 
@@ -42,20 +40,29 @@ class Voice:
         *,
         emit: Callable[[Sequence[News]], None],
         notify: Callable[[Note], None],
-        counters: StepCounters,
         excuses: Excuses = no_excuse,
     ) -> None:
         self._rank = rank
         self._emit = emit
         self._notify = notify
-        self._counters = counters
         self._excuses = excuses
 
     def say(self, updates: Sequence[Update]) -> None:
         """What a step, or an abort, brought to requests of this rank."""
         if updates:
-            self._counters.updated(updates)
-            self._emit([_news(update, update.request) for update in updates])
+            self._emit(
+                [
+                    News(
+                        (request := update.request).id,
+                        update.new_tokens,
+                        update.logprobs,
+                        update.finish_reason,
+                        request.num_cached,
+                        request.num_preemptions,
+                    )
+                    for update in updates
+                ]
+            )
 
     def note(self, text: str, *, step: int, degraded: tuple[int, ...] = ()) -> None:
         """Something about the group that all ranks know; `degraded` ranks get no new requests."""
@@ -80,14 +87,3 @@ class Voice:
         self.note(str(finding), step=step, degraded=degraded)
         if excuses:
             self.tell(f"rank {self._rank}, of its device: {'; '.join(excuses)}", step=step)
-
-
-def _news(update: Update, request: Request) -> News:
-    return News(
-        request.id,
-        update.new_tokens,
-        update.logprobs,
-        update.finish_reason,
-        request.num_cached,
-        request.num_preemptions,
-    )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
-    from .rows import Proposal, Row
+    from .rows import Proposal, Rows
 
 
 class Vote(NamedTuple):
@@ -113,18 +113,17 @@ class PrefillWatch:
             self._cut = False
         elif self._since_ns is None:
             self._since_ns = now_ns
-        prompts = [row for row in proposal.rows if row.is_prefill] if proposal.prefill_tokens else []
+        rows, is_prefill_B = proposal.rows, proposal.rows.is_prefill_B
         return PrefillVote(
-            prefill_ready=int(bool(prompts) and (self._cut or spare_tokens <= 0)),
+            prefill_ready=int(proposal.prefill_tokens > 0 and (self._cut or spare_tokens <= 0)),
             oldest_prefill_wait_ms=0 if self._since_ns is None else (now_ns - self._since_ns) // 1_000_000,
-            prefill_start=max([row.start for row in prompts], default=0),
-            context_tokens=sum([row.start + row.num_tokens for row in proposal.rows])
-            - sum([row.end for row in prompts]),
+            prefill_start=int(rows.start_B[is_prefill_B].max(initial=0)),
+            context_tokens=int(rows.end_B[~is_prefill_B].sum()),
         )
 
-    def committed(self, rows: Sequence[Row]) -> None:
+    def committed(self, rows: Rows) -> None:
         """The step was launched with these rows: if prompts are among them, nothing is put off any more."""
-        prompts = [row for row in rows if row.is_prefill]
-        if prompts:
+        is_prefill_B = rows.is_prefill_B
+        if is_prefill_B.any():
             self._since_ns = None
-            self._cut = not all(row.samples for row in prompts)
+            self._cut = bool((rows.num_sampled_B[is_prefill_B] == 0).any())

@@ -113,7 +113,7 @@ class Worker:
         )
         self.in_flight = InFlight()
         self.counters = StepCounters()
-        self.voice = Voice(transport.rank, emit=emit, notify=notify, counters=self.counters, excuses=excuses)
+        self.voice = Voice(transport.rank, emit=emit, notify=notify, excuses=excuses)
         self.sequence = 0
 
     def run_wave(self) -> None:
@@ -195,8 +195,8 @@ class Worker:
             steps=counters.steps,
             idle_steps=counters.idle_steps,
             computed_tokens=counters.computed_tokens,
-            generated_tokens=counters.generated_tokens,
-            finished=counters.finished,
+            generated_tokens=self.scheduler.num_generated,
+            finished=self.scheduler.num_ended,
             preemptions=self.scheduler.num_preemptions,
             prefix_queries=self.prefix.num_queried,
             prefix_hits=self.prefix.num_hit,
@@ -291,6 +291,5 @@ class Worker:
     def _finish(self, step: ReadStep) -> None:
         """Let a step out: its tokens reach the requests, its expert counts the load; ended requests leave."""
         launched, rows = step.launched, step.launched.rows
-        num_tokens = sum([row.num_tokens for row in rows])
-        self.experts.count(launched.counts_LE, num_tokens=num_tokens, experts_LTK=launched.experts_LTK)
+        self.experts.count(launched.counts_LE, num_tokens=rows.num_tokens, experts_LTK=launched.experts_LTK)
         self.voice.say(self.scheduler.finish(rows, step.samples))

@@ -18,8 +18,8 @@ import runtime.launcher
 from dbo import drive
 from ep import RequestError, SerriedError
 from runtime import Engine, EngineConfig, FinishReason, SamplingParams
+from runtime.batch import StepBatch
 from runtime.launcher import Launcher
-from runtime.rows import Row
 from runtime.worker import Worker
 from tests.runtime.mixes import SMALL_V3, Ask, Settings, engine_config, run_mix
 
@@ -181,9 +181,9 @@ def test_a_float64_run_holds_nothing_narrower(small_v3: Path, monkeypatch: pytes
         with OnlyFloat64():
             return drive(tracks, **how)
 
-    def watched_sample(launcher: Launcher, hidden: torch.Tensor, rows: Sequence[Row]):
+    def watched_sample(launcher: Launcher, hidden: torch.Tensor, batches: Sequence[StepBatch]):
         with OnlyFloat64():
-            return plain_sample(launcher, hidden, rows)
+            return plain_sample(launcher, hidden, batches)
 
     monkeypatch.setattr(runtime.launcher, "drive", watched_drive)
     monkeypatch.setattr(Launcher, "_sample", watched_sample)

@@ -13,7 +13,7 @@ from runtime.heartbeat import HeartbeatState, StepPlan, Vote, decide
 from runtime.pages import PagePool
 from runtime.prefix import PrefixCache
 from runtime.request import FinishReason, Request
-from runtime.rows import Proposal, Row, SampledRow
+from runtime.rows import Proposal, Rows, Samples
 from runtime.sampling_params import SamplingParams
 from runtime.scheduler import Scheduler, SchedulerConfig
 from runtime.votes import PrefillWatch
@@ -32,8 +32,8 @@ class Rank:
         self.scheduler = Scheduler(config, self.pool, PrefixCache(self.pool, enabled=prefix))
         self.watch = PrefillWatch()
         self.depth = depth
-        self.unread: deque[tuple[Row, ...]] = deque()
-        self.launched: list[tuple[Row, ...]] = []
+        self.unread: deque[Rows] = deque()
+        self.launched: list[Rows] = []
         self.ended: dict[str, FinishReason] = {}
         self.pause = 0
 
@@ -65,8 +65,7 @@ class Rank:
             self.launched.append(rows)
         while len(self.unread) > (self.depth if plan.bucket else 0):
             rows = self.unread.popleft()
-            sampled = [SampledRow((7,)) if row.samples else None for row in rows]
-            for update in self.scheduler.finish(rows, sampled):
+            for update in self.scheduler.finish(rows, Samples(tokens=[7] * int(rows.num_sampled_B.sum()))):
                 if update.finish_reason is not None:
                     self.ended[update.request.id] = update.finish_reason
 

@@ -11,6 +11,7 @@ from ep import Terms
 from runtime.heartbeat import HeartbeatState, Vote, decide
 from runtime.in_flight import InFlight
 from runtime.launcher import Launched
+from runtime.rows import Rows
 
 
 def launched(step: int, overflow: bool | None) -> Launched:
@@ -19,7 +20,7 @@ def launched(step: int, overflow: bool | None) -> Launched:
     return Launched(
         plan=plan,
         terms=Terms(bucket=plan.bucket),
-        rows=(),
+        rows=Rows.of(()),
         sampled=None,
         counts_LE=torch.zeros(0, 0, dtype=torch.int64),
         num_pairs=0,

@@ -16,7 +16,7 @@ from runtime.hardware import Hardware
 from runtime.heartbeat import HeartbeatState, decide
 from runtime.overlap import comm_share, longest_rows, need_of, taken_of, uncut_words
 from runtime.request import Request
-from runtime.rows import Proposal, Row
+from runtime.rows import Proposal, Row, Rows
 from runtime.tracks import cut_rows
 from runtime.votes import Vote
 from tests.runtime.mixes import Ask, Settings, engine_config
@@ -114,21 +114,24 @@ def test_refused_cuts_are_told_by_reason(small_v3: Path, auto: bool):
 
 def row(num_tokens: int, *, start: int = 0, drafts: int = 0, samples: bool = True) -> Row:
     request = Request(id="r", prompt=(5,) * (start + num_tokens), params=SamplingParams(), arrival=0)
+    request.slot = 0
     return Row(request=request, start=start, num_tokens=num_tokens, num_drafts=drafts, samples=samples)
 
 
 def test_rows_that_decode_and_prompts_are_measured_apart():
     rows = (row(1, start=50), row(3, start=9, drafts=2), row(40), row(12, start=4, samples=False))
-    assert longest_rows(Proposal(rows, 4, 52)) == (3, 40)
-    assert longest_rows(Proposal((), 0, 0)) == (0, 0)
+    assert longest_rows(Proposal(Rows.of(rows), 4, 52)) == (3, 40)
+    assert longest_rows(Proposal(Rows.of(()), 0, 0)) == (0, 0)
 
 
 def test_rows_of_tracks_are_the_rows_of_the_step_in_another_order():
     rows = [row(1, start=length) for length in (90, 10, 80, 11, 70)]
-    tracks = cut_rows(rows, 2)
-    assert sorted(id(one) for track in tracks for one in track) == sorted(map(id, rows))
+    tracks = cut_rows(Rows.of(rows), 2)
+    assert sorted(one.start for track in tracks for one in track) == [10, 11, 70, 80, 90]
+    assert all(one in rows for track in tracks for one in track)
     assert sorted(len(track) for track in tracks) == [2, 3]
-    assert cut_rows(rows, 1) == [tuple(rows)]
+    [whole] = cut_rows(Rows.of(rows), 1)
+    assert list(whole) == rows
 
 
 VOTES = [

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from runtime.request import Request
-from runtime.rows import FAILED_TOKEN, Row, SampledRow
+from runtime.rows import FAILED_TOKEN, Row, Rows, SampledRow
 from runtime.sampler import Sampled
 from runtime.samples import TokenLogprob, read_rows, sample_rows
 from runtime.sampling_params import SamplingParams
@@ -19,7 +19,7 @@ def request(name: str, **changes: object) -> Request:
 
 def test_everything_that_a_choice_depends_on_is_handed_to_the_sampler():
     row = Row(request("a", choice_index=2, stop_ids=frozenset({9})), 2, 1, 0, True)
-    [sample] = sample_rows([row]).values()
+    [sample] = sample_rows(Rows.of([row])).values()
     assert (sample.seed, sample.choice_index, sample.slot, sample.position, sample.prompt_len) == (11, 2, 3, 3, 3)
     assert sample.stop_ids == {9}
 
@@ -30,14 +30,14 @@ def test_a_row_with_drafts_samples_one_position_more_than_it_has_drafts():
         Row(request("b"), 0, 2, 0, False),
         Row(request("c"), 2, 1, 0, True),
     )
-    asked = sample_rows([drafted, cut, plain])
+    asked = sample_rows(Rows.of([drafted, cut, plain]))
     assert {place: sample.position for place, sample in asked.items()} == {0: 5, 1: 6, 2: 7, 3: 3}
 
 
 def test_who_only_wants_the_largest_logit_asks_nothing_of_the_sampler():
     greedy = SamplingParams(temperature=0.0)
     for row in (Row(request("a", params=greedy), 2, 1, 0, True), Row(request("b", params=greedy), 2, 3, 2, True)):
-        asked = sample_rows([row, Row(request("c"), 2, 1, 0, True)])
+        asked = sample_rows(Rows.of([row, Row(request("c"), 2, 1, 0, True)]))
         assert {place: sample.position for place, sample in asked.items()} == {1 + row.num_drafts: 3}
 
 
@@ -54,11 +54,13 @@ def test_who_only_wants_the_largest_logit_asks_nothing_of_the_sampler():
     ],
 )
 def test_whatever_is_more_than_the_largest_logit_is_asked(params: SamplingParams):
-    assert list(sample_rows([Row(request("a", params=params), 2, 1, 0, True)])) == [0]
+    assert list(sample_rows(Rows.of([Row(request("a", params=params), 2, 1, 0, True)]))) == [0]
 
 
 def test_each_row_reads_its_own_samples_and_a_failed_one_says_so():
-    rows = [Row(request("a"), 4, 2, 1, True), Row(request("b"), 0, 2, 0, False), Row(request("c"), 2, 1, 0, True)]
+    rows = Rows.of(
+        [Row(request("a"), 4, 2, 1, True), Row(request("b"), 0, 2, 0, False), Row(request("c"), 2, 1, 0, True)]
+    )
     sampled = Sampled(
         token_B=torch.tensor([8, 9, 0]),
         ok_B=torch.tensor([True, True, False]),
@@ -66,12 +68,13 @@ def test_each_row_reads_its_own_samples_and_a_failed_one_says_so():
         top_ids_BK=torch.tensor([[8, 1], [4, 1], [-1, -1]]),
         top_logprobs_BK=torch.tensor([[-1.0, -5.0], [-0.5, -5.0], [-9.0, -9.0]]),
     )
-    first, none, failed = read_rows(rows, sampled)
+    read = read_rows(rows, sampled)
+    first, none, failed = (read.row(rows, index) for index in range(3))
     assert first == SampledRow((8, 9), [TokenLogprob(8, -1.0, {8: -1.0}), TokenLogprob(9, -2.0, {4: -0.5})])
-    assert none is None
-    assert failed is not None
+    assert none == SampledRow(())
     assert failed.token_ids == (FAILED_TOKEN,)
 
 
 def test_a_step_that_samples_nothing_is_read_as_nothing():
-    assert read_rows([Row(request("a"), 0, 2, 0, False)], None) == [None]
+    rows = Rows.of([Row(request("a"), 0, 2, 0, False)])
+    assert read_rows(rows, None).row(rows, 0) == SampledRow(())

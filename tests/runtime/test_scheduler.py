@@ -8,7 +8,7 @@ from ep.errors import RequestError
 from runtime.pages import PagePool
 from runtime.prefix import PrefixCache
 from runtime.request import FinishReason, Request, Status
-from runtime.rows import FAILED_TOKEN, Row, SampledRow, Update
+from runtime.rows import FAILED_TOKEN, Rows, SampledRow, Samples, Update
 from runtime.sampling_params import SamplingParams
 from runtime.scheduler import Drafter, Policy, Scheduler, SchedulerConfig
 
@@ -61,7 +61,7 @@ class Bench:
         self.pool = PagePool(pages, page_size)
         self.prefix = PrefixCache(self.pool, enabled=prefix)
         self.scheduler = Scheduler(config, self.pool, self.prefix, drafter=drafter)
-        self.unread: list[tuple[Row, ...]] = []
+        self.unread: list[Rows] = []
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -78,7 +78,8 @@ class Bench:
         entries = iter(
             [[says] * (1 + row.num_drafts) for row in rows if row.samples] if isinstance(says, int) else says
         )
-        return self.scheduler.finish(rows, [SampledRow(tuple(next(entries))) if row.samples else None for row in rows])
+        sampled = [SampledRow(tuple(next(entries))) if row.samples else None for row in rows]
+        return self.scheduler.finish(rows, Samples.of(sampled))
 
     def step(self, says: Sequence[Sequence[int]] | int = 7) -> list[tuple[str, int, int, str]]:
         rows = self.launch()
@@ -511,7 +512,7 @@ def test_logprobs_are_handed_on_for_new_tokens_only() -> None:
     bench.add(request)
     bench.step()
     bench.launch()
-    [update] = bench.scheduler.finish(bench.unread.pop(), [SampledRow((5, 9, 9), ["x", "y", "z"])])
+    [update] = bench.scheduler.finish(bench.unread.pop(), Samples.of([SampledRow((5, 9, 9), ["x", "y", "z"])]))
     assert update == Update(request, (5, 9), ("x", "y"), None)
 
 

@@ -7,7 +7,6 @@ import pytest
 from ep import PeerFailed
 from runtime.outputs import Note
 from runtime.straggler import Finding
-from runtime.telemetry import StepCounters
 from runtime.voice import Straggling, Voice
 
 HOT = "it is hot (slowed down by the driver)"
@@ -21,7 +20,7 @@ def heard(rank: int, finding: Finding) -> list[str]:
         asked.append(rank)
         return (HOT, "it reported Xid 79")
 
-    voice = Voice(rank, emit=lambda _: None, notify=said.append, counters=StepCounters(), excuses=excuses)
+    voice = Voice(rank, emit=lambda _: None, notify=said.append, excuses=excuses)
     try:
         voice.heed(finding, step=7, degraded=())
     finally:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.request import Request
-from runtime.rows import Proposal, Row
+from runtime.rows import Proposal, Row, Rows
 from runtime.sampling_params import SamplingParams
 from runtime.votes import PrefillWatch, Vote
 
@@ -15,9 +15,10 @@ MS = 1_000_000
 def proposal(*rows: tuple[int, int, bool]) -> Proposal:
     """Rows as (start, num_tokens, samples); a row of one token that samples decodes."""
     request = Request(id="a", prompt=(1,), params=SamplingParams(), arrival=0)
+    request.slot = 0
     made = tuple(Row(request, start, num_tokens, 0, samples) for start, num_tokens, samples in rows)
     prefill = sum(row.num_tokens for row in made if row.is_prefill)
-    return Proposal(made, sum(row.num_tokens for row in made) - prefill, prefill)
+    return Proposal(Rows.of(made), sum(row.num_tokens for row in made) - prefill, prefill)
 
 
 @given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1), min_size=len(Vote._fields), max_size=len(Vote._fields)))
