@@ -21,7 +21,8 @@ from .scheduler import Scheduler, SchedulerConfig
 class Launch:
     """A step on the device, and what its rows may touch until it is read."""
 
-    rows: Rows
+    columns: Rows
+    rows: tuple[Row, ...]
     samples: Samples
     pages: tuple[tuple[int, ...], ...]
     slots: tuple[int | None, ...]
@@ -93,10 +94,12 @@ class Rehearsal:
         self._check_proposal(proposal, before)
         if abort_between is not None:
             self.abort(abort_between)
-        rows = self.scheduler.commit(proposal, prefill_allowed=prefill_allowed)
-        self._check_rows(rows, proposal, prefill_allowed)
+        columns = self.scheduler.commit(proposal, prefill_allowed=prefill_allowed)
+        rows = tuple(columns)
+        self._check_rows(rows, tuple(proposal.rows), prefill_allowed)
         self.unread.append(
             Launch(
+                columns=columns,
                 rows=rows,
                 samples=Samples.of(self.device.run(rows)),
                 pages=tuple(tuple(row.request.pages[: self.pool.pages_for(row.end)]) for row in rows),
@@ -114,7 +117,7 @@ class Rehearsal:
         """Finish the oldest launched step."""
         launch = self.unread.popleft()
         ended_before = set(self.ends)
-        for update in self.scheduler.finish(launch.rows, launch.samples):
+        for update in self.scheduler.finish(launch.columns, launch.samples):
             request = update.request
             assert request not in self.ends, f"request {request.id} speaks after its end"
             self.outputs[request] += update.new_tokens
@@ -193,7 +196,7 @@ class Rehearsal:
                 assert content.setdefault(page, said) == said, f"page {page} is shared by {request.id} by mistake"
 
     def _check_proposal(self, proposal: Proposal, before: _Before) -> None:
-        rows, config = proposal.rows, self.config
+        rows, config = tuple(proposal.rows), self.config
         assert len({row.request for row in rows}) == len(rows), "a request has two rows"
         assert sum(row.num_tokens for row in rows) <= config.max_num_batched_tokens, "the budget is exceeded"
         assert proposal.prefill_tokens == sum(row.num_tokens for row in rows if row.is_prefill)
@@ -203,7 +206,7 @@ class Rehearsal:
             self._check_proposed(row)
         self._check_order(before)
         if self.drafter is None:
-            self._check_nobody_is_forgotten(proposal)
+            self._check_nobody_is_forgotten(rows)
 
     def _check_proposed(self, row: Row) -> None:
         request, threshold = row.request, self.config.long_prefill_token_threshold
@@ -231,26 +234,27 @@ class Rehearsal:
             assert request.num_computed % self.pool.page_size == 0
             self._next_start[request] = request.num_computed
 
-    def _check_nobody_is_forgotten(self, proposal: Proposal) -> None:
+    def _check_nobody_is_forgotten(self, proposed: tuple[Row, ...]) -> None:
         """With budget left and pages free, every running request that can move has a row."""
-        served = {row.request for row in proposal.rows}
-        spent = proposal.decode_tokens + proposal.prefill_tokens
-        if spent == self.config.max_num_batched_tokens:
+        served = {row.request for row in proposed}
+        if sum(row.num_tokens for row in proposed) == self.config.max_num_batched_tokens:
             return
         for request in self.requests:
             if request.status is Status.RUNNING and request not in served and request.gap > 0:
                 is_last = request.num_known >= request.max_len
                 assert is_last or self._lacks(request) > 0, f"request {request.id} is forgotten"
 
-    def _check_rows(self, rows: Rows, proposal: Proposal, prefill_allowed: int | None) -> None:
+    def _check_rows(
+        self, rows: tuple[Row, ...], all_proposed: tuple[Row, ...], prefill_allowed: int | None
+    ) -> None:
         """What is launched starts where the last row of its request ended, and writes to pages of its own."""
-        proposed = {row.request: row for row in proposal.rows}
+        proposed = {row.request: row for row in all_proposed}
         if prefill_allowed is not None:
             # A cut row is one that the proposal calls prefill, also when one token of it is left.
             prefill = sum(row.num_tokens for row in rows if proposed[row.request].is_prefill)
             assert prefill <= prefill_allowed
         kept = {row.request for row in rows}
-        for row in proposal.rows:
+        for row in all_proposed:
             assert row.is_prefill or row.request in kept or row.request in self.ends, "a decoding row was left out"
         for row in rows:
             request, size = row.request, self.pool.page_size

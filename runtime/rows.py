@@ -112,7 +112,11 @@ class Rows:
         )
 
     def __iter__(self) -> Iterator[Row]:
-        return map(self.__getitem__, range(len(self)))
+        if not self.requests:
+            return
+        columns = self.start_B.tolist(), self.num_tokens_B.tolist(), self.num_sampled_B.tolist()
+        for request, start, num_tokens, num_sampled in zip(self.requests, *columns, strict=True):
+            yield Row(request, start, num_tokens, max(num_sampled - 1, 0), num_sampled > 0)
 
     def take(self, places: Sequence[int] | Column) -> Rows:
         """Those at these places, in this order."""
