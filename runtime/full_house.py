@@ -105,6 +105,7 @@ def _requests(load: Load) -> list[Request]:
             params=params,
             arrival=index,
             seed=index,
+            stop_ids=frozenset({load.vocab}),  # as everywhere there is one; the fixed logits never choose it
         )
         for index in range(load.requests)
     ]

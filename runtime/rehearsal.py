@@ -244,9 +244,7 @@ class Rehearsal:
                 is_last = request.num_known >= request.max_len
                 assert is_last or self._lacks(request) > 0, f"request {request.id} is forgotten"
 
-    def _check_rows(
-        self, rows: tuple[Row, ...], all_proposed: tuple[Row, ...], prefill_allowed: int | None
-    ) -> None:
+    def _check_rows(self, rows: tuple[Row, ...], all_proposed: tuple[Row, ...], prefill_allowed: int | None) -> None:
         """What is launched starts where the last row of its request ended, and writes to pages of its own."""
         proposed = {row.request: row for row in all_proposed}
         if prefill_allowed is not None:

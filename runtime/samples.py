@@ -49,7 +49,7 @@ def read_rows(rows: Rows, sampled: Sampled | None) -> Samples:
     """Wait for the device and bring what it sampled to the host; None is read as nothing."""
     if sampled is None:
         return Samples()
-    tokens = sampled.token_B.masked_fill(~sampled.ok_B, FAILED_TOKEN).tolist()
+    tokens = sampled.token_B.where(sampled.ok_B, FAILED_TOKEN).cpu().numpy().tolist()
     wanted = {
         index: num_top
         for index in rows.asks_B.nonzero()[0].tolist()

@@ -15,7 +15,7 @@ Shapes: B rows of a step.
 
 from __future__ import annotations
 
-from itertools import compress
+from itertools import compress, repeat
 
 import numpy as np
 
@@ -188,7 +188,7 @@ class Scheduler:
     def _take_next_tokens(self, rows: Rows, samples: Samples, goes_on_B: Mask) -> list[Update]:
         """One more token for each request that goes on."""
         requests = list(compress(rows.requests, goes_on_B.tolist()))
-        tokens = [samples.tokens[place] for place in rows.first_sample_B[goes_on_B].tolist()]
+        tokens = list(map(samples.tokens.__getitem__, rows.first_sample_B[goes_on_B].tolist()))
         for request, token in zip(requests, tokens, strict=True):
             request.tokens.append(token)
         self._roster.ledger.num_host_S[rows.slot_B[goes_on_B]] += 1
@@ -197,7 +197,7 @@ class Scheduler:
         fills_page_B = goes_on_B & (end_B % self._page_size < rows.num_tokens_B)
         for index in fills_page_B.nonzero()[0].tolist():
             self._prefix.publish(rows.requests[index], num_tokens=int(end_B[index]))
-        return [Update(request, (token,), None, None) for request, token in zip(requests, tokens, strict=True)]
+        return list(map(Update, requests, zip(tokens, strict=True), repeat(None), repeat(None)))
 
     def _take_tokens(self, row: Row, sampled: SampledRow) -> Update:
         """Append what `judge` accepts; wrong drafts count as not computed, and their places are written again."""

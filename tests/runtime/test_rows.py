@@ -3,7 +3,7 @@
 import pytest
 
 from runtime.request import FinishReason, Request, ending_ids
-from runtime.rows import FAILED_TOKEN, Row, Verdict, judge
+from runtime.rows import FAILED_TOKEN, Row, Rows, SampledRow, Samples, Verdict, judge
 from runtime.sampling_params import SamplingParams
 
 
@@ -74,3 +74,44 @@ def test_row_is_prefill_unless_it_computes_the_newest_token_only() -> None:
 def test_eos_ends_a_request_unless_it_is_ignored() -> None:
     assert ending_ids(SamplingParams(stop_token_ids=(7,)), (1, 2)) == {1, 2, 7}
     assert ending_ids(SamplingParams(stop_token_ids=(7,), ignore_eos=True), (1, 2)) == {7}
+
+
+def some_rows() -> list[Row]:
+    """One that decodes, one with drafts, a cut prompt, and a prompt's end."""
+    rows = [
+        Row(make_row().request, 4, 1, 0, True),
+        Row(make_row(drafts=(5, 6)).request, 9, 3, 2, True),
+        Row(make_row().request, 0, 7, 0, False),
+        Row(make_row().request, 2, 5, 0, True),
+    ]
+    for slot, row in enumerate(rows):
+        row.request.slot = 3 - slot
+    return rows
+
+
+def test_columns_hold_what_their_rows_say() -> None:
+    rows = some_rows()
+    columns = Rows.of(rows)
+    assert (list(columns), [columns[index] for index in range(4)], len(columns)) == (rows, rows, 4)
+    assert columns.slot_B.tolist() == [3, 2, 1, 0]
+    assert columns.is_prefill_B.tolist() == [row.is_prefill for row in rows]
+    assert columns.end_B.tolist() == [row.end for row in rows]
+    assert columns.num_sampled_B.tolist() == [1, 3, 0, 1]
+    assert columns.first_sample_B.tolist() == [0, 1, 4, 4]
+    assert columns.num_tokens == 16
+    assert columns.asks_B.tolist() == [True] * 4
+
+
+def test_rows_are_taken_and_joined_in_the_order_that_is_asked_for() -> None:
+    rows = some_rows()
+    columns = Rows.of(rows)
+    assert list(columns.take([2, 0])) == [rows[2], rows[0]]
+    assert list(columns.take([])) == []
+    assert list(Rows.joined((columns.take([3]), columns.take([1, 0])))) == [rows[3], rows[1], rows[0]]
+    assert Rows.joined((columns.take([3]), columns.take([1]))).slot_B.tolist() == [0, 2]
+
+
+def test_each_row_finds_its_own_samples() -> None:
+    said = [SampledRow((7,)), SampledRow((5, 6, 8), ["x", "y", "z"]), None, SampledRow((9,))]
+    rows, samples = Rows.of(some_rows()), Samples.of(said)
+    assert [samples.row(rows, index) for index in range(4)] == [said[0], said[1], SampledRow(()), said[3]]
