@@ -243,6 +243,17 @@ def test_newest_that_lacks_a_page_waits_and_is_the_one_preempted_for_an_older() 
     assert (b.status, c.status) == (Status.RUNNING, Status.WAITING)
 
 
+def test_budget_and_pages_go_to_the_first_in_order_when_more_decode_than_fit() -> None:
+    bench = Bench(budget=1, page_size=1, pages=200, drafter=lambda request: [])
+    bench.add(make_request("a", 1), make_request("b", 1, arrival=1))
+    assert bench.launch() == [("a", 0, 1, "+")]
+    assert bench.launch() == [("b", 0, 1, "+")]  # the host does not know the token of a, and drafts may follow it
+    bench.read()
+    bench.read()
+    assert bench.launch() == [("a", 1, 1, "+")]
+    assert bench.pool.num_free == 197
+
+
 def test_lowest_priority_is_the_victim_under_priority() -> None:
     bench, (a, b, c) = crowded(policy="priority", priorities=(2, 0, 1))
     for position in (4, 5, 6, 7):
@@ -279,6 +290,7 @@ def test_parked_pages_count_as_coming_so_nobody_else_is_preempted() -> None:
     bench.read()
     assert bench.launch() == []  # a lacks a page: b goes, but a step that may touch its pages is not read yet
     assert (b.status, len(b.pages), bench.scheduler.num_parked, c.status) == (Status.WAITING, 2, 1, Status.WAITING)
+    assert (b.num_computed, b.in_flight) == (0, 1)
     bench.read()
     assert (b.pages, b.num_output, bench.scheduler.num_preemptions) == ([], 5, 1)
     assert bench.launch() == [("a", 8, 1, "+")]
