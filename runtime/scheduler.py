@@ -154,18 +154,20 @@ class Scheduler:
         """Read the oldest launched step.
 
         New tokens reach their requests, computed pages the prefix cache; ended requests leave, and parked ones whose
-        last launched step this was give their pages back. One update for each row that sampled and still counts: first
-        of requests that just go on, then of the others.
+        last launched step this was give their pages back. One update for each row that sampled and still counts.
         """
         self._roster.ledger.read(rows.slot_B, rows.num_sampled_B)
         goes_on_B = self._goes_on(rows, samples)
         updates = self._take_next_tokens(rows, samples, goes_on_B)
+        num_others = 0
         for index in (~goes_on_B).nonzero()[0].tolist():
             row = rows[index]
             if row.request.status is Status.ENDED:
                 continue
             if row.samples:
-                updates.append(self._take_tokens(row, samples.row(rows, index)))
+                place = np.count_nonzero(goes_on_B[:index]) + num_others
+                updates.insert(place, self._take_tokens(row, samples.row(rows, index)))
+                num_others += 1
             else:
                 self._prefix.publish(row.request, num_tokens=row.end)
         self._roster.unpark()
