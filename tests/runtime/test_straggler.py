@@ -282,9 +282,9 @@ def slowed(model: Path, action: str, *, seconds: float, told: list[str]) -> Engi
     table = engine._ranks.workers[1].table
     plain = table.admit
 
-    def admit(rows, columns):
+    def admit(rows):
         time.sleep(seconds)
-        return plain(rows, columns)
+        return plain(rows)
 
     table.admit = admit  # type: ignore[method-assign]
     return engine
