@@ -10,7 +10,7 @@ Knows tracks and clocks; does not know layers, nor how a timeline is drawn.
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 Lane = Literal["turn", "comm", "wait", "step"]
@@ -46,10 +46,11 @@ UNTIMED = Untimed()
 
 
 class Timeline(Untimed):
-    """Keeps the latest spans of one rank."""
+    """Keeps the latest spans of one rank, by the clock that `now` reads."""
 
-    def __init__(self, keep: int = KEPT) -> None:
+    def __init__(self, keep: int = KEPT, *, now: Callable[[], int] = time.monotonic_ns) -> None:
         self._spans: deque[Span] = deque(maxlen=keep)
+        self._now = now
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -57,10 +58,10 @@ class Timeline(Untimed):
         return tuple(self._spans)
 
     def now(self) -> int:
-        return time.monotonic_ns()
+        return self._now()
 
     def add(self, lane: Lane, track: int, name: str, begin_ns: int) -> None:
-        self._spans.append(Span(lane, track, name, begin_ns, time.monotonic_ns()))
+        self._spans.append(Span(lane, track, name, begin_ns, self._now()))
 
 
 def compute_intervals(spans: Sequence[Span]) -> list[Interval]:

@@ -4,8 +4,9 @@
         its link is busy 0 .. 3 ms and 3 .. 6 ms; what it sent is there at 3.5 ms and 6.5 ms
 
 Every rank says when its rows have left, and wait() sleeps for what is left until the slowest of them have arrived: a
-rank that comes late to its wait sleeps less, or not at all. Ranks must share a clock: one machine. Rows to itself are
-free. Knows nothing of what is sent.
+rank that comes late to its wait sleeps less, or not at all. Ranks must share a clock: one machine. Or each has one of
+its own (`CoreClock`), which stands still while other work has its core; no clock then is ahead of what it has heard of
+the others. Rows to itself are free. Knows nothing of what is sent.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -46,13 +48,48 @@ class LinkConfig:
         return self.link_latency_us > 0 or self.link_bytes_per_s is not None
 
 
+class Clock(Protocol):
+    """Nanoseconds that never go back."""
+
+    def now(self) -> int: ...
+
+    def wait_until(self, there_ns: int) -> None:
+        """It is at least that late afterwards."""
+        ...
+
+
+class WallClock:
+    """The machine's."""
+
+    def now(self) -> int:
+        return time.monotonic_ns()
+
+    def wait_until(self, there_ns: int) -> None:
+        time.sleep(max(there_ns - self.now(), 0) / 1e9)
+
+
+class CoreClock:
+    """Of a rank as if it had a core to itself: this thread's processor time, and what it waited for. Nothing sleeps."""
+
+    def __init__(self) -> None:
+        self._waited_ns = 0
+
+    def now(self) -> int:
+        return time.thread_time_ns() + self._waited_ns
+
+    def wait_until(self, there_ns: int) -> None:
+        self._waited_ns += max(there_ns - self.now(), 0)
+
+
 class SlowTransport:
     """A transport behind a slow link; see `Transport`. Each exchange costs one gather of a number more.
 
     num_bytes   that this rank has sent to others
     """
 
-    def __init__(self, transport: Transport, config: LinkConfig) -> None:
+    def __init__(self, transport: Transport, config: LinkConfig, *, clock: Clock | None = None) -> None:
+        """clock: None, the machine's."""
+        self._clock = clock or WallClock()
         self._transport = transport
         self._latency_ns = round(config.link_latency_us * 1000)
         self._ns_per_byte = 0.0 if config.link_bytes_per_s is None else 1e9 / config.link_bytes_per_s
@@ -81,12 +118,12 @@ class SlowTransport:
 
     def _slowed(self, rows: Pending[Tensor], num_bytes: int, tag: Tag, device: torch.device) -> Pending[Tensor]:
         self.num_bytes += num_bytes
-        self._free_ns = max(time.monotonic_ns(), self._free_ns) + round(num_bytes * self._ns_per_byte)
+        self._free_ns = max(self._clock.now(), self._free_ns) + round(num_bytes * self._ns_per_byte)
         left_R1 = self._transport.all_gather(torch.tensor([self._free_ns], device=device), tag=tag)
         return Pending(lambda: self._wait(rows, left_R1))
 
     def _wait(self, rows: Pending[Tensor], left_R1: Pending[Tensor]) -> Tensor:
         value = rows.wait()
         there_ns = int(left_R1.wait().max()) + self._latency_ns
-        time.sleep(max(there_ns - time.monotonic_ns(), 0) / 1e9)
+        self._clock.wait_until(there_ns)
         return value

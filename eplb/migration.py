@@ -13,7 +13,7 @@ Legend: B bytes of a blob, S staging places, N rows on the wire, C bytes of such
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from ep import CheckpointError, Kind, Tag, Transport
 from moe import ExpertBank, ExpertPlacement
 
-from .moves import CELL_BYTES, CHECK_BYTES, LayerMoves, Piece, cut, piece_cells
+from .moves import CELL_BYTES, CHECK_BYTES, LayerMoves, Piece, cut, piece_cells, portion
 
 Fetch = Callable[[int, int, Tensor], None]
 """fetch(MoE layer, expert, out): fill uint8 [B] with the expert's blob as the checkpoint has it."""
@@ -84,42 +84,40 @@ class LayerTransfer:
         self._pool = pool
         self._transport = transport
         self._fetch = fetch
-        self._beats = cut(moves, blob_bytes=layer.bank.blob_bytes, limit=pool.limit)
+        rank, self._blob_bytes = transport.rank, layer.bank.blob_bytes
+        beats = cut(moves, blob_bytes=self._blob_bytes, limit=pool.limit)
+        self._portions = [portion(moves, beat, rank) for beat in beats]
         self._num_done = 0
-        self._sent_crc = [0] * len(moves.hauls)
-        self._got_crc = [0] * len(moves.hauls)
+        self._crc: dict[tuple[bool, int], int] = {}
 
     @property
     def complete(self) -> bool:
         """No beat is left; what has come is here and right unless there is a fault."""
-        return self._num_done == len(self._beats)
+        return self._num_done == len(self._portions)
 
     def beat(self, *, step: int) -> None:
         """Make the next beat, on all ranks at the same place of their program."""
-        pieces = self._beats[self._num_done]
+        part = self._portions[self._num_done]
         self._num_done += 1
-        rank, size, moves = self._transport.rank, self._transport.size, self.moves
-        senders = [moves.sender(haul) for haul in moves.hauls]
-        going = [piece for peer in range(size) for piece in pieces if self._crosses(piece, rank, peer, senders)]
-        coming = [piece for peer in range(size) for piece in pieces if self._crosses(piece, peer, rank, senders)]
-        send_splits = self._splits(going, [moves.hauls[piece.haul].rank for piece in going])
-        recv_splits = self._splits(coming, [senders[piece.haul] for piece in coming])
-        self.most_bytes = max(self.most_bytes, CELL_BYTES * max(sum(send_splits), sum(recv_splits)))
-        self._pack(going)
+        send_NC, recv_NC = self._pool.send_NC[: sum(part.send_splits)], self._pool.recv_NC[: sum(part.recv_splits)]
+        self.most_bytes = max(self.most_bytes, send_NC.nbytes, recv_NC.nbytes)
+        self._pack(part.going, send_NC)
         rows = self._transport.all_to_all(
-            self._pool.recv_NC[: sum(recv_splits)],
-            self._pool.send_NC[: sum(send_splits)],
-            recv_splits=recv_splits,
-            send_splits=send_splits,
-            tag=Tag(step, moves.layer, 0, self._num_done, Kind.MIGRATE),
+            recv_NC,
+            send_NC,
+            recv_splits=part.recv_splits,
+            send_splits=part.send_splits,
+            tag=Tag(step, self.moves.layer, 0, self._num_done, Kind.MIGRATE),
         )
-        self._read(piece for piece in pieces if senders[piece.haul] is None)
+        self._read(part.reads)
         rows.wait()
-        self._unpack(coming)
+        self._unpack(part.coming, recv_NC)
 
     def write(self) -> None:
         """The switch: this rank's slots of the layer, then its map. Every rank does it in the same step."""
-        assert self.complete, f"layer {self.moves.layer} is written after {self._num_done} of {len(self._beats)} beats"
+        assert self.complete, (
+            f"layer {self.moves.layer} is written after {self._num_done} of {len(self._portions)} beats"
+        )
         assert self.fault is None, self.fault
         slots_per_rank = self.moves.new.slots_per_rank
         for slot, index in self.moves.writes:
@@ -128,46 +126,37 @@ class LayerTransfer:
                 self._layer.bank.write_blob(slot % slots_per_rank, self._staged(haul.place))
         self._layer.show(self.moves.new)
 
-    def _crosses(self, piece: Piece, sender: int, rank: int, senders: Sequence[int | None]) -> bool:
-        return senders[piece.haul] == sender and self.moves.hauls[piece.haul].rank == rank
-
-    def _splits(self, pieces: Sequence[Piece], peers: Sequence[int | None]) -> list[int]:
-        splits = [0] * self._transport.size
-        for piece, peer in zip(pieces, peers, strict=True):
-            assert peer is not None, piece
-            splits[peer] += piece_cells(piece.end - piece.begin)
-        return splits
-
-    def _pack(self, pieces: Iterable[Piece]) -> None:
-        for piece, flat in _on_the_wire(self._pool.send_NC, pieces):
-            values, check = flat
+    def _pack(self, pieces: Sequence[Piece], rows_NC: Tensor) -> None:
+        for piece, values, check in _on_the_wire(rows_NC, pieces):
             slot = self.moves.hauls[piece.haul].source % self.moves.new.slots_per_rank
             self._layer.bank.copy_bytes(slot, piece.begin, values)
-            self._sent_crc[piece.haul] = crc = checksum(values, self._sent_crc[piece.haul])
-            check.copy_(torch.tensor(list(crc.to_bytes(CHECK_BYTES, "little")), dtype=torch.uint8))
+            check.copy_(torch.frombuffer(self._check(piece, values, sent=True), dtype=torch.uint8))
 
-    def _unpack(self, pieces: Iterable[Piece]) -> None:
+    def _unpack(self, pieces: Sequence[Piece], rows_NC: Tensor) -> None:
         """What is compared is what lies in the pool, not what came."""
-        for piece, (values, check) in _on_the_wire(self._pool.recv_NC, pieces):
-            staged = self._staged(self.moves.hauls[piece.haul].place)[piece.begin : piece.end]
-            staged.copy_(values)
-            self._got_crc[piece.haul] = crc = checksum(staged, self._got_crc[piece.haul])
-            if crc.to_bytes(CHECK_BYTES, "little") != bytes(check.tolist()):
-                haul = self.moves.hauls[piece.haul]
+        for piece, values, check in _on_the_wire(rows_NC, pieces):
+            haul = self.moves.hauls[piece.haul]
+            staged = self._pool.staging_SB[haul.place, piece.begin : piece.end].copy_(values)
+            if self._check(piece, staged, sent=False) != bytes(check.tolist()):
                 self._fail(Fault.CHECKSUM, f"expert {haul.expert} of slot {haul.source}")
 
-    def _read(self, pieces: Iterable[Piece]) -> None:
+    def _check(self, piece: Piece, values: Tensor, *, sent: bool) -> bytearray:
+        """The checksum of the haul up to the piece's end, as it stands behind the piece."""
+        crc = checksum(values, self._crc.get((sent, piece.haul), 0))
+        self._crc[sent, piece.haul] = crc
+        return bytearray(crc.to_bytes(CHECK_BYTES, "little"))
+
+    def _read(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             haul = self.moves.hauls[piece.haul]
-            if haul.rank == self._transport.rank:
-                assert self._fetch is not None, f"{haul} without a checkpoint"
-                try:
-                    self._fetch(self.moves.layer, haul.expert, self._staged(haul.place))
-                except (CheckpointError, OSError) as error:  # told in the vote: everybody drops the migration
-                    self._fail(Fault.CHECKPOINT, str(error))
+            assert self._fetch is not None, f"{haul} without a checkpoint"
+            try:
+                self._fetch(self.moves.layer, haul.expert, self._staged(haul.place))
+            except (CheckpointError, OSError) as error:  # told in the vote: everybody drops the migration
+                self._fail(Fault.CHECKPOINT, str(error))
 
     def _staged(self, place: int) -> Tensor:
-        return self._pool.staging_SB[place, : self._layer.bank.blob_bytes]
+        return self._pool.staging_SB[place, : self._blob_bytes]
 
     def _fail(self, fault: Fault, why: str) -> None:
         if self.fault is None:
@@ -179,11 +168,11 @@ def checksum(bytes_B: Tensor, start: int = 0) -> int:
     return zlib.crc32(bytes_B.cpu().numpy().data, start)
 
 
-def _on_the_wire(rows_NC: Tensor, pieces: Iterable[Piece]) -> Iterable[tuple[Piece, tuple[Tensor, Tensor]]]:
-    """Each piece with its part of a buffer: (its bytes, its checksum), as views."""
-    row = 0
+def _on_the_wire(rows_NC: Tensor, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Tensor, Tensor]]:
+    """Each piece with its part of a buffer: its bytes and its checksum, as views."""
+    flat = rows_NC.view(-1)
+    begin = 0
     for piece in pieces:
-        size, cells = piece.end - piece.begin, piece_cells(piece.end - piece.begin)
-        flat = rows_NC[row : row + cells].view(-1)
-        yield piece, (flat[:size], flat[size : size + CHECK_BYTES])
-        row += cells
+        size = piece.end - piece.begin
+        yield piece, flat[begin : begin + size], flat[begin + size : begin + size + CHECK_BYTES]
+        begin += piece_cells(size) * CELL_BYTES

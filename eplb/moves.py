@@ -4,6 +4,7 @@
     haul         expert 1 from slot 1 to rank 1: one for each expert that a rank wants anew
     write        slot 3 gets that haul; two slots of a rank that get the same expert share one
     beats        hauls cut into pieces, so that no rank sends or receives more than a limit in one of them
+    portion      what one rank sends and gets in a beat
 
 Knows slots, ranks and bytes; does not know banks, transports or why a placement was chosen.
 """
@@ -11,6 +12,7 @@ Knows slots, ranks and bytes; does not know banks, transports or why a placement
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -50,6 +52,17 @@ class Piece(NamedTuple):
 
 
 Beat = tuple[Piece, ...]
+
+
+class Portion(NamedTuple):
+    """What one rank has to do with a beat. Pieces lie on the wire in this order, by peer; splits are in rows."""
+
+    going: tuple[Piece, ...]
+    coming: tuple[Piece, ...]
+    reads: tuple[Piece, ...]
+    """From the checkpoint; nobody sends them."""
+    send_splits: tuple[int, ...]
+    recv_splits: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +166,28 @@ def cut(moves: LayerMoves, *, blob_bytes: int, limit: int) -> list[Beat]:
         assert beat, f"{blob_bytes} bytes of a checkpoint do not fit into {limit}"
         beats.append(tuple(beat))
     return beats
+
+
+def portion(moves: LayerMoves, beat: Beat, rank: int) -> Portion:
+    """One rank's part of a beat; every rank finds its own, so that nobody has to tell how much comes."""
+    senders = [moves.sender(moves.hauls[piece.haul]) for piece in beat]
+    getters = [moves.hauls[piece.haul].rank for piece in beat]
+    among = [(sender, getter, piece) for sender, getter, piece in zip(senders, getters, beat, strict=True)]
+    size = moves.new.num_ranks
+    going = [(getter, piece) for sender, getter, piece in among if sender == rank]
+    coming = [(sender, piece) for sender, getter, piece in among if getter == rank and sender is not None]
+    return Portion(
+        *[tuple([piece for _, piece in sorted(part)]) for part in (going, coming)],
+        tuple([piece for sender, getter, piece in among if sender is None and getter == rank]),
+        *[_splits(part, size) for part in (going, coming)],
+    )
+
+
+def _splits(pieces: Sequence[tuple[int, Piece]], size: int) -> tuple[int, ...]:
+    splits = [0] * size
+    for peer, piece in pieces:
+        splits[peer] += piece_cells(piece.end - piece.begin)
+    return tuple(splits)
 
 
 def piece_cells(num_bytes: int) -> int:

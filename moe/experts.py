@@ -68,9 +68,9 @@ class ExpertBank:
     def copy_bytes(self, slot: int, begin: int, out: Tensor) -> None:
         """Fill uint8 `out` with the part of a slot's blob that starts at byte `begin`."""
         for part in self._bytes_of(slot):
-            piece = part[max(begin, 0) : max(begin + out.shape[0], 0)]
-            place = max(-begin, 0)
-            out[place : place + piece.shape[0]] = piece
+            first, last = max(begin, 0), min(begin + out.shape[0], part.shape[0])
+            if first < last:
+                out[first - begin : last - begin].copy_(part[first:last])
             begin -= part.shape[0]
 
     def _bytes_of(self, slot: int) -> list[Tensor]:

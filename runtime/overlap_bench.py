@@ -7,6 +7,13 @@ turns, a few steps each, so that what else the machine does meets all alike:
     several tracks            | steps on the bare link |                        | steps on the slow link |
 
 The link is as slow as it takes for the rows of a step to be under way for `share` times what a rank computes in it.
+"Bare" is the same link, too fast to be noticed: all four send the same messages. So what a link costs is found for each
+number of tracks by itself, with the same work:
+
+    hidden = 1 - (several slow - several bare) / (one slow - one bare)
+
+and two half steps that compute longer than a whole one are not taken for a link that is not hidden; they are told as
+throughput. The clock is the machine's, or one that runs as if each rank had a core (see `ep.slow`), where it has none.
 Knows transports and workers; starts no rank and prints nothing.
 """
 
@@ -23,10 +30,10 @@ import torch
 
 from dbo import DboConfig, Timeline, exposed_ns
 from ep import ExchangeConfig, Kind, Tag, Transport
-from ep.slow import LinkConfig, SlowTransport
+from ep.slow import CoreClock, LinkConfig, SlowTransport, WallClock
 
 from .assembly import Seat, assemble
-from .config import EngineConfig
+from .config import CacheConfig, EngineConfig
 from .ranks import Admit, Tray
 from .recorder import Unwatched
 from .request import Request
@@ -39,7 +46,9 @@ from .tracing import TracedTransport, steps_of
 _BLOCK = 4
 """Steps that an engine takes in a row."""
 _WARM = 3
+_CHECK = Tag(0, 0, 0, 0, Kind.CHECK)
 _LONGEST = 256
+_BARE = LinkConfig(link_bytes_per_s=1e15)
 """Tokens of a request, at most."""
 
 
@@ -51,9 +60,10 @@ class OverlapLoad:
     rounds                 turns of each engine, of 4 steps
     share                  communication over compute, by the link
     link_latency_us        of the link besides
+    clock                  the machine's, or one that runs as if each rank had a core to itself
     """
 
-    requests: int = 32
+    requests: int = 128
     prompt_len: int = 4
     rounds: int = 6
     share: float = 1.0
@@ -61,6 +71,7 @@ class OverlapLoad:
     tracks: int = 2
     order: Literal["abreast", "staggered"] = "abreast"
     exchange: Literal["exact", "bounded"] = "bounded"
+    clock: Literal["wall", "core"] = "wall"
 
     def __post_init__(self) -> None:
         for name, least in (("requests", 1), ("prompt_len", 1), ("rounds", 1), ("tracks", 2)):
@@ -112,11 +123,13 @@ class Lab:
     """One engine on one rank: a worker whose requests decode, its timeline, and what its steps took."""
 
     def __init__(self, config: EngineConfig, load: OverlapLoad, transport: Transport, *, link: LinkConfig) -> None:
-        self.timeline = Timeline()
-        self.slow = SlowTransport(transport, link)
+        self.clock = CoreClock() if load.clock == "core" else WallClock()
+        self.timeline = Timeline(now=self.clock.now)
+        self.slow = SlowTransport(transport, link, clock=self.clock)
+        self._transport = transport
         self._tray = Tray()
         seat = Seat(
-            transport=TracedTransport(self.slow if link.is_slow else transport, self.timeline),
+            transport=TracedTransport(self.slow, self.timeline),
             control=ThreadControl(transport),
             recorder=Unwatched(),
             emit=lambda _: None,
@@ -134,11 +147,18 @@ class Lab:
         """Take so many steps; all ranks at the same time."""
         with torch.inference_mode():
             for _ in range(count):
-                begin = time.monotonic_ns(), time.thread_time_ns()
+                begin = self.clock.now(), time.thread_time_ns()
                 self.worker.step()
+                took_ns = time.thread_time_ns() - begin[1]
+                self._meet()
                 if keep:
-                    self._wall_ns.append(time.monotonic_ns() - begin[0])
-                    self._cpu_ns.append(time.thread_time_ns() - begin[1])
+                    self._wall_ns.append(self.clock.now() - begin[0])
+                    self._cpu_ns.append(took_ns)
+
+    def _meet(self) -> None:
+        """No rank is earlier than another, by its own clock: the next step begins with a vote."""
+        now_1 = torch.tensor([self.clock.now()])
+        self.clock.wait_until(int(self._transport.all_gather(now_1, tag=_CHECK).wait().max()))
 
     def times(self) -> EngineTimes:
         """Of the steps that were kept."""
@@ -150,10 +170,10 @@ def measure_overlap(transport: Transport, config: EngineConfig, load: OverlapLoa
     """On all ranks of `transport` at the same time: what this rank measured, and the timeline of the several tracks
     behind the slow link."""
     one, cut = _config(config, load, dbo="off"), _config(config, load, dbo="on")
-    bare = LinkConfig()
     link = find_link(transport, one, load)
     labs = [
-        Lab(config, load, transport, link=link) for config, link in ((one, bare), (one, link), (cut, bare), (cut, link))
+        Lab(config, load, transport, link=link)
+        for config, link in ((one, _BARE), (one, link), (cut, _BARE), (cut, link))
     ]
     for lab in labs:
         lab.steps(_WARM, keep=False)
@@ -166,18 +186,14 @@ def measure_overlap(transport: Transport, config: EngineConfig, load: OverlapLoa
 
 def find_link(transport: Transport, config: EngineConfig, load: OverlapLoad) -> LinkConfig:
     """The link that makes communication `load.share` times as long as a step's compute; equal on all ranks."""
-    counted = LinkConfig(link_bytes_per_s=1e15)
-    lab = Lab(config, load, transport, link=counted)
+    lab = Lab(config, load, transport, link=_BARE)
     lab.steps(_WARM, keep=False)
     before = lab.slow.num_bytes
-    compute_us: list[int] = []
-    for _ in range(2 * _BLOCK):
-        lab.steps(1)
-        compute_us.append(lab.worker.compute_us)
+    lab.steps(2 * _BLOCK)
     sent = (lab.slow.num_bytes - before) / (2 * _BLOCK)
-    mine = torch.tensor([_quarter(compute_us), sent], dtype=torch.float64)
-    all_R2 = transport.all_gather(mine, tag=Tag(0, 0, 0, 0, Kind.CHECK)).wait()
-    compute_s, most_bytes = float(all_R2[:, 0].max()) / 1e6, float(all_R2[:, 1].max())
+    mine = torch.tensor([lab.times().cpu_ms / 1e3, sent], dtype=torch.float64)
+    all_R2 = transport.all_gather(mine, tag=_CHECK).wait()
+    compute_s, most_bytes = all_R2.amax(0).tolist()
     return LinkConfig(
         link_latency_us=load.link_latency_us, link_bytes_per_s=max(most_bytes, 1.0) / (load.share * compute_s)
     )
@@ -187,7 +203,7 @@ def compare_cpu(
     transport: Transport, config: EngineConfig, load: OverlapLoad, choices: Sequence[DboConfig]
 ) -> list[tuple[EngineTimes, int]]:
     """Engines of these choices on the bare transport, in turns: what their steps took, and how many were cut."""
-    labs = [Lab(replace(config, overlap=choice), load, transport, link=LinkConfig()) for choice in choices]
+    labs = [Lab(replace(config, overlap=choice), load, transport, link=_BARE) for choice in choices]
     for lab in labs:
         lab.steps(_WARM, keep=False)
     for _ in range(load.rounds):
@@ -221,6 +237,7 @@ def bench_config(model: str, *, ranks: int, load: OverlapLoad) -> EngineConfig:
         dtype="float32",
         load_format="dummy",
         exchange=ExchangeConfig(exchange=load.exchange),
+        cache=CacheConfig(block_size=16),
         scheduler=SchedulerConfig(max_num_seqs=load.requests, max_num_batched_tokens=8192, max_model_len=_LONGEST),
     )
 

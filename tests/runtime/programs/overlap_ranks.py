@@ -104,6 +104,7 @@ def be_rank(rank, listener, folder, work):
         store = open_store("127.0.0.1", port, rank=rank, size=SIZE, listener=listener if rank == 0 else None)
         transport = open_torch_dist(rank=rank, size=SIZE, backend="gloo", store=store, timeout_s=LIMIT_S)
         (folder / f"{rank}.json").write_text(json.dumps(work(transport)))
+        transport.close()  # what the others have not read yet is on its way
     except BaseException:
         traceback.print_exc()
         os._exit(1)
