@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb.moves import CELL_BYTES, CHECKPOINT, LayerMoves, Speeds, cut, diff, piece_cells, settle_in
+from eplb.moves import CELL_BYTES, CHECKPOINT, LayerMoves, Speeds, cut, diff, piece_cells, portion, settle_in
 from moe import ExpertPlacement
 
 
@@ -121,3 +121,20 @@ def test_a_checkpoint_is_asked_as_far_as_it_is_the_faster_way(checkpoint: float,
     )
     moves = diff(0, old, new, blob_bytes=1000, speeds=Speeds(ranks=3e9, checkpoint=checkpoint))
     assert sum(haul.source == CHECKPOINT for haul in moves.hauls) == from_file
+
+
+@settings(max_examples=40, deadline=None)
+@given(change=changes(), cells=st.integers(1, 9))
+def test_what_a_rank_expects_of_a_beat_is_what_the_others_send_it_in_their_order(change, cells: int):
+    old, new = change
+    moves = diff(0, old, new, blob_bytes=700, speeds=Speeds(ranks=1e9, checkpoint=1e9 if cells > 3 else 0.0))
+    ranks = range(new.num_ranks)
+    for beat in cut(moves, blob_bytes=700, limit=cells * CELL_BYTES):
+        portions = [portion(moves, beat, rank) for rank in ranks]
+        assert sorted(piece for part in portions for piece in (*part.coming, *part.reads)) == sorted(beat)
+        for rank, part in enumerate(portions):
+            sent = [piece for peer in portions for piece in peer.going if moves.hauls[piece.haul].rank == rank]
+            assert list(part.coming) == sent
+            assert part.recv_splits == tuple(peer.send_splits[rank] for peer in portions)
+            assert sum(part.recv_splits) == sum(piece_cells(piece.end - piece.begin) for piece in part.coming)
+            assert all(moves.hauls[piece.haul].source == CHECKPOINT for piece in part.reads)

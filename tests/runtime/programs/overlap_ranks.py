@@ -1,9 +1,10 @@
-"""overlap_ranks.py REPORT MODEL JOB...: two ranks over gloo, processes forked here, measure steps in one track and in
-several. Writes {job: [value by rank], ...} to the file REPORT. Jobs:
+"""overlap_ranks.py REPORT MODEL JOB...: two ranks over gloo, or four, processes forked here, measure steps in one track
+and in several, or with experts that move. Writes {job: [value by rank], ...} to the file REPORT. Jobs:
 
     sleep ORDER ATTENTION   layers whose compute is sleep, so that a busy machine disturbs them little
-    hide                    the engine, of random weights
+    hide CLOCK              the engine, of random weights
     choose                  the engine on the bare transport, with overlap off and on auto
+    move                    four ranks: what moving experts costs
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ep import Kind, Tag
 from ep.slow import LinkConfig, SlowTransport
 from ep.torch_dist import listen, open_store, open_torch_dist
 from runtime.overlap_bench import OverlapLoad, bench_config, compare_cpu, measure_overlap
+from runtime.rebalance_bench import MovingLoad, measure_moving
 from runtime.tracing import TracedTransport
 
 SIZE, LIMIT_S = 2, 30.0
@@ -69,40 +71,47 @@ def sleep(transport, _model, order, attention):
     return found
 
 
-def hide(transport, model):
-    load = OverlapLoad()
+def hide(transport, model, clock):
+    load = OverlapLoad(rounds=4, clock=clock)
     times, _ = measure_overlap(transport, bench_config(model, ranks=SIZE, load=load), load)
     return times._asdict() | {"by_wall": times.hidden_by_wall, "by_trace": times.hidden_by_trace}
 
 
 def choose(transport, model):
-    load = OverlapLoad(rounds=20)
+    load = OverlapLoad(requests=32, rounds=20)
     choices = [DboConfig(dbo=name) for name in ("off", "auto")]
     return compare_cpu(transport, bench_config(model, ranks=SIZE, load=load), load, choices)
 
 
-JOBS = {"sleep": sleep, "hide": hide, "choose": choose}
+def move(transport, model):
+    config = bench_config(model, ranks=transport.size, load=OverlapLoad(requests=2))
+    times = measure_moving(transport, config, MovingLoad())
+    return times._asdict() | {name: getattr(times, name) for name in ("ratio", "unexplained", "loss")}
+
+
+JOBS = {"sleep": sleep, "hide": hide, "choose": choose, "move": move}
 
 
 def run_group(model, job):
     name, *words = job.split()
+    size = 4 if name == "move" else SIZE
     with tempfile.TemporaryDirectory() as folder, listen("lo") as listener:
         pids = []
-        for rank in range(SIZE):
+        for rank in range(size):
             pid = os.fork()
             if pid == 0:
-                be_rank(rank, listener, Path(folder), lambda transport: JOBS[name](transport, model, *words))
+                be_rank(rank, size, listener, Path(folder), lambda transport: JOBS[name](transport, model, *words))
             pids.append(pid)
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        assert codes == [0] * SIZE, codes
-        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(SIZE)]
+        assert codes == [0] * size, codes
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]
 
 
-def be_rank(rank, listener, folder, work):
+def be_rank(rank, size, listener, folder, work):
     try:
         port = listener.getsockname()[1]
-        store = open_store("127.0.0.1", port, rank=rank, size=SIZE, listener=listener if rank == 0 else None)
-        transport = open_torch_dist(rank=rank, size=SIZE, backend="gloo", store=store, timeout_s=LIMIT_S)
+        store = open_store("127.0.0.1", port, rank=rank, size=size, listener=listener if rank == 0 else None)
+        transport = open_torch_dist(rank=rank, size=size, backend="gloo", store=store, timeout_s=LIMIT_S)
         (folder / f"{rank}.json").write_text(json.dumps(work(transport)))
         transport.close()  # what the others have not read yet is on its way
     except BaseException:
