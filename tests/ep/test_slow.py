@@ -9,7 +9,7 @@ import torch
 
 from ep import Kind, Pending, Tag, ThreadTransport, run_ranks
 from ep.conformance import check_transport
-from ep.slow import LinkConfig, SlowTransport
+from ep.slow import CoreClock, LinkConfig, SlowTransport
 
 LIMIT_S = 20.0
 
@@ -131,3 +131,31 @@ def test_a_link_without_limits_is_not_slow():
     assert not LinkConfig().is_slow
     assert LinkConfig(link_latency_us=1).is_slow
     assert LinkConfig(link_bytes_per_s=1e9).is_slow
+
+
+def test_a_clock_of_its_own_core_runs_with_its_work_and_its_links_and_does_not_sleep():
+    clock = CoreClock()
+    begin, wall = clock.now(), time.monotonic()
+    time.sleep(0.05)
+    assert clock.now() - begin < 40e6, "others may have the core"
+    clock.wait_until(begin + 10**12)
+    assert clock.now() >= begin + 10**12
+    clock.wait_until(begin)
+    assert time.monotonic() - wall < 10.0
+    while time.thread_time_ns() < begin + 2 * 10**6:
+        pass
+    assert clock.now() >= begin + 10**12 + 10**6, "work counts"
+
+
+def test_ranks_by_their_own_clocks_wait_as_long_as_the_slowest_link_takes():
+    def run(bare: ThreadTransport) -> float:
+        clock = CoreClock()
+        slow = SlowTransport(bare, LinkConfig(link_latency_us=3_000_000, link_bytes_per_s=4e3), clock=clock)
+        begin = clock.now()
+        exchange(slow, rows=1).wait()
+        return (clock.now() - begin) / 1e9
+
+    begin = time.monotonic()
+    for took_s in run_ranks(2, run, timeout_s=LIMIT_S):
+        assert 4.9 < took_s < 5.5
+    assert time.monotonic() - begin < 4.0, "nobody slept"
