@@ -177,9 +177,11 @@ def portion(moves: LayerMoves, beat: Beat, rank: int) -> Portion:
     going = [(getter, piece) for sender, getter, piece in among if sender == rank]
     coming = [(sender, piece) for sender, getter, piece in among if getter == rank and sender is not None]
     return Portion(
-        *[tuple([piece for _, piece in sorted(part)]) for part in (going, coming)],
-        tuple([piece for sender, getter, piece in among if sender is None and getter == rank]),
-        *[_splits(part, size) for part in (going, coming)],
+        going=tuple([piece for _, piece in sorted(going)]),
+        coming=tuple([piece for _, piece in sorted(coming)]),
+        reads=tuple([piece for sender, getter, piece in among if sender is None and getter == rank]),
+        send_splits=_splits(going, size),
+        recv_splits=_splits(coming, size),
     )
 
 
