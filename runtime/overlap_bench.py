@@ -48,7 +48,8 @@ _BLOCK = 4
 _WARM = 3
 _CHECK = Tag(0, 0, 0, 0, Kind.CHECK)
 _LONGEST = 256
-_BARE = LinkConfig(link_bytes_per_s=1e15)
+BARE = LinkConfig(link_bytes_per_s=1e15)
+"""Too fast to be noticed; it sends the same messages as a slow one."""
 """Tokens of a request, at most."""
 
 
@@ -172,8 +173,7 @@ def measure_overlap(transport: Transport, config: EngineConfig, load: OverlapLoa
     one, cut = _config(config, load, dbo="off"), _config(config, load, dbo="on")
     link = find_link(transport, one, load)
     labs = [
-        Lab(config, load, transport, link=link)
-        for config, link in ((one, _BARE), (one, link), (cut, _BARE), (cut, link))
+        Lab(config, load, transport, link=link) for config, link in ((one, BARE), (one, link), (cut, BARE), (cut, link))
     ]
     for lab in labs:
         lab.steps(_WARM, keep=False)
@@ -186,7 +186,7 @@ def measure_overlap(transport: Transport, config: EngineConfig, load: OverlapLoa
 
 def find_link(transport: Transport, config: EngineConfig, load: OverlapLoad) -> LinkConfig:
     """The link that makes communication `load.share` times as long as a step's compute; equal on all ranks."""
-    lab = Lab(config, load, transport, link=_BARE)
+    lab = Lab(config, load, transport, link=BARE)
     lab.steps(_WARM, keep=False)
     before = lab.slow.num_bytes
     lab.steps(2 * _BLOCK)
@@ -203,7 +203,7 @@ def compare_cpu(
     transport: Transport, config: EngineConfig, load: OverlapLoad, choices: Sequence[DboConfig]
 ) -> list[tuple[EngineTimes, int]]:
     """Engines of these choices on the bare transport, in turns: what their steps took, and how many were cut."""
-    labs = [Lab(replace(config, overlap=choice), load, transport, link=_BARE) for choice in choices]
+    labs = [Lab(replace(config, overlap=choice), load, transport, link=BARE) for choice in choices]
     for lab in labs:
         lab.steps(_WARM, keep=False)
     for _ in range(load.rounds):

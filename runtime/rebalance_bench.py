@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from ep import Kind, Pending, Tag, Transport
-from ep.slow import LinkConfig
 from eplb import LayerPlan, RebalancePlan
 from eplb.config import EplbConfig
 from eplb.goal import Question
@@ -36,7 +35,7 @@ from eplb.moves import CELL_BYTES
 from eplb.rebalancer import Rebalancer
 
 from .config import EngineConfig
-from .overlap_bench import Lab, OverlapLoad
+from .overlap_bench import BARE, Lab, OverlapLoad
 from .rebalance import expert_layer
 from .worker import Worker
 
@@ -238,7 +237,7 @@ def _lab(transport: Transport, config: EngineConfig, load: MovingLoad) -> Lab:
     """An engine that can move experts; whether it does is left to whoever takes its steps."""
     window = 4 * (load.warm + load.steps)
     eplb = EplbConfig(enable_eplb=True, eplb_window=window, eplb_bytes_per_step=load.bytes_per_step)
-    return Lab(replace(config, eplb=eplb), OverlapLoad(requests=load.requests), transport, link=LinkConfig(link_bytes_per_s=1e15))
+    return Lab(replace(config, eplb=eplb), OverlapLoad(requests=load.requests), transport, link=BARE)
 
 
 def _rebalancer(worker: Worker, transport: Transport, *, limit: int) -> _Mover:
