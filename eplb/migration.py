@@ -13,9 +13,10 @@ Legend: B bytes of a blob, S staging places, N rows on the wire, C bytes of such
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +71,22 @@ def pool_bytes(*, places: int, blob_bytes: int, limit: int) -> int:
     return places * blob_bytes + 2 * (limit // CELL_BYTES * CELL_BYTES)
 
 
+class _Laid(NamedTuple):
+    """A piece in a buffer of bytes: `values` where it lies, then its checksum up to `end`."""
+
+    haul: int
+    copies: list[tuple[Tensor, Tensor]]
+    """To, from."""
+    values: slice
+    end: int
+
+    def copy(self) -> Tensor:
+        """Returns what was written last."""
+        for out, values in self.copies:
+            out.copy_(values)
+        return out
+
+
 class LayerTransfer:
     """One layer's hauls as one rank takes part in them. All ranks make the same beats, also those that only watch."""
 
@@ -87,6 +104,8 @@ class LayerTransfer:
         rank, self._blob_bytes = transport.rank, layer.bank.blob_bytes
         beats = cut(moves, blob_bytes=self._blob_bytes, limit=pool.limit)
         self._portions = [portion(moves, beat, rank) for beat in beats]
+        self._going = [self._lay_out(part.going, pool.send_NC, self._sent) for part in self._portions]
+        self._coming = [self._lay_out(part.coming, pool.recv_NC, self._kept) for part in self._portions]
         self._num_done = 0
         self._crc: dict[tuple[bool, int], int] = {}
 
@@ -97,11 +116,12 @@ class LayerTransfer:
 
     def beat(self, *, step: int) -> None:
         """Make the next beat, on all ranks at the same place of their program."""
-        part = self._portions[self._num_done]
+        number = self._num_done
+        part = self._portions[number]
         self._num_done += 1
         send_NC, recv_NC = self._pool.send_NC[: sum(part.send_splits)], self._pool.recv_NC[: sum(part.recv_splits)]
         self.most_bytes = max(self.most_bytes, send_NC.nbytes, recv_NC.nbytes)
-        self._pack(part.going, send_NC)
+        self._pack(self._going[number], send_NC)
         rows = self._transport.all_to_all(
             recv_NC,
             send_NC,
@@ -111,7 +131,7 @@ class LayerTransfer:
         )
         self._read(part.reads)
         rows.wait()
-        self._unpack(part.coming, recv_NC)
+        self._unpack(self._coming[number], recv_NC)
 
     def write(self) -> None:
         """The switch: this rank's slots of the layer, then its map. Every rank does it in the same step."""
@@ -126,25 +146,47 @@ class LayerTransfer:
                 self._layer.bank.write_blob(slot % slots_per_rank, self._staged(haul.place))
         self._layer.show(self.moves.new)
 
-    def _pack(self, pieces: Sequence[Piece], rows_NC: Tensor) -> None:
-        for piece, values, check in _on_the_wire(rows_NC, pieces):
-            slot = self.moves.hauls[piece.haul].source % self.moves.new.slots_per_rank
-            self._layer.bank.copy_bytes(slot, piece.begin, values)
-            check.copy_(torch.frombuffer(self._check(piece, values, sent=True), dtype=torch.uint8))
+    def _lay_out(
+        self, pieces: Sequence[Piece], buffer_NC: Tensor, copies: Callable[[Piece, Tensor], list[tuple[Tensor, Tensor]]]
+    ) -> list[_Laid]:
+        """Where each piece lies in a buffer: found before the first beat, so that a beat only copies and checks."""
+        flat, laid, begin = buffer_NC.view(-1), [], 0
+        for piece in pieces:
+            end = begin + piece.end - piece.begin
+            laid.append(_Laid(piece.haul, copies(piece, flat[begin:end]), slice(begin, end), end + CHECK_BYTES))
+            begin += piece_cells(end - begin) * CELL_BYTES
+        return laid
 
-    def _unpack(self, pieces: Sequence[Piece], rows_NC: Tensor) -> None:
+    def _sent(self, piece: Piece, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+        slot = self.moves.hauls[piece.haul].source % self.moves.new.slots_per_rank
+        return self._layer.bank.parts(slot, piece.begin, values)
+
+    def _kept(self, piece: Piece, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [(self._pool.staging_SB[self.moves.hauls[piece.haul].place, piece.begin : piece.end], values)]
+
+    def _pack(self, pieces: Sequence[_Laid], rows_NC: Tensor) -> None:
+        """All bytes first: a checksum is the host's work, which a device's memory then visits once."""
+        for piece in pieces:
+            piece.copy()
+        host_NC = rows_NC.cpu()  # the same memory where it is the host's
+        view = memoryview(host_NC.view(-1).numpy())
+        for piece in pieces:
+            view[piece.values.stop : piece.end] = self._check(piece, view[piece.values], sent=True)
+        rows_NC.copy_(host_NC)
+
+    def _unpack(self, pieces: Sequence[_Laid], rows_NC: Tensor) -> None:
         """What is compared is what lies in the pool, not what came."""
-        for piece, values, check in _on_the_wire(rows_NC, pieces):
-            haul = self.moves.hauls[piece.haul]
-            staged = self._pool.staging_SB[haul.place, piece.begin : piece.end].copy_(values)
-            if self._check(piece, staged, sent=False) != bytes(check.tolist()):
+        view = memoryview(rows_NC.cpu().view(-1).numpy())
+        for piece in pieces:
+            staged = piece.copy()
+            if view[piece.values.stop : piece.end] != self._check(piece, staged.cpu().numpy().data, sent=False):
+                haul = self.moves.hauls[piece.haul]
                 self._fail(Fault.CHECKSUM, f"expert {haul.expert} of slot {haul.source}")
 
-    def _check(self, piece: Piece, values: Tensor, *, sent: bool) -> bytearray:
-        """The checksum of the haul up to the piece's end, as it stands behind the piece."""
-        crc = checksum(values, self._crc.get((sent, piece.haul), 0))
-        self._crc[sent, piece.haul] = crc
-        return bytearray(crc.to_bytes(CHECK_BYTES, "little"))
+    def _check(self, piece: _Laid, values: memoryview, *, sent: bool) -> bytes:
+        """The checksum (CRC-32) of the haul up to the piece's end, as it stands behind the piece."""
+        crc = self._crc[sent, piece.haul] = zlib.crc32(values, self._crc.get((sent, piece.haul), 0))
+        return crc.to_bytes(CHECK_BYTES, "little")
 
     def _read(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
@@ -161,18 +203,3 @@ class LayerTransfer:
     def _fail(self, fault: Fault, why: str) -> None:
         if self.fault is None:
             self.fault, self.why = fault, why
-
-
-def checksum(bytes_B: Tensor, start: int = 0) -> int:
-    """CRC-32 of uint8 values, going on from that of the bytes before them."""
-    return zlib.crc32(bytes_B.cpu().numpy().data, start)
-
-
-def _on_the_wire(rows_NC: Tensor, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Tensor, Tensor]]:
-    """Each piece with its part of a buffer: its bytes and its checksum, as views."""
-    flat = rows_NC.view(-1)
-    begin = 0
-    for piece in pieces:
-        size = piece.end - piece.begin
-        yield piece, flat[begin : begin + size], flat[begin + size : begin + size + CHECK_BYTES]
-        begin += piece_cells(size) * CELL_BYTES

@@ -65,13 +65,15 @@ class ExpertBank:
         for part, values in zip(parts, blob_B.split([part.shape[0] for part in parts]), strict=True):
             part.copy_(values)
 
-    def copy_bytes(self, slot: int, begin: int, out: Tensor) -> None:
-        """Fill uint8 `out` with the part of a slot's blob that starts at byte `begin`."""
+    def parts(self, slot: int, begin: int, out: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Which part of uint8 `out` is a copy of which part of the slot: its blob from byte `begin` on, as views."""
+        views = []
         for part in self._bytes_of(slot):
             first, last = max(begin, 0), min(begin + out.shape[0], part.shape[0])
             if first < last:
-                out[first - begin : last - begin].copy_(part[first:last])
+                views.append((out[first - begin : last - begin], part[first:last]))
             begin -= part.shape[0]
+        return views
 
     def _bytes_of(self, slot: int) -> list[Tensor]:
         """Every tensor of a slot as a flat uint8 view."""
