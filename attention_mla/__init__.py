@@ -1,7 +1,8 @@
 """Multi-head latent attention over a paged latent cache."""
 
-from .cache import LatentCache, bytes_per_token
+from .cache import CacheFormat, LatentCache
 from .config import MlaConfig, RopeConfig, YarnScaling
+from .latent_rows import fp8_row_bytes
 from .layer import attend, core, project
 from .norm import rms_norm, wide
 from .ops import AttentionOps, attention_ops, interpreted
@@ -14,6 +15,7 @@ from .weights import MlaWeights, mla_shapes
 
 __all__ = [
     "AttentionOps",
+    "CacheFormat",
     "LatentCache",
     "MlaConfig",
     "MlaWeights",
@@ -31,8 +33,8 @@ __all__ = [
     "angles",
     "attend",
     "attention_ops",
-    "bytes_per_token",
     "core",
+    "fp8_row_bytes",
     "interpreted",
     "merge",
     "mla_shapes",

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .e4m3_kernels import INTERPRETED, quantised
+from .e4m3_kernels import INTERPRETED, quantised, to_bfloat16
 from .latent_rows import LatentRows
 from .norm import wide
 from .rope import Rotation
@@ -101,8 +101,10 @@ def _append_kernel(
         dims_P = tl.arange(0, BLOCK_P)[None, :]
         row_11 = tl.zeros((1, 1), tl.int64) + t * rope_stride
         turned_1P = _turned(rope_TP, row_11, turns_TP + t * P, P, INTERLEAVED, BLOCK_P, WIDE)
-        turned_1P = turned_1P.to(x_C.dtype).to(rope_NP.dtype.element_ty)
-        tl.store(rope_NP + place * key_stride + dims_P, turned_1P, mask=dims_P < P)
+        turned_1P = turned_1P.to(x_C.dtype)
+        if FP8:
+            turned_1P = to_bfloat16(turned_1P.to(tl.float32), BY_HAND)
+        tl.store(rope_NP + place * key_stride + dims_P, turned_1P.to(rope_NP.dtype.element_ty), mask=dims_P < P)
 
 
 def append(

@@ -1,4 +1,4 @@
-"""Fp8 (e4m3) inside Triton kernels: the cast, and the scales of groups of 128. Device functions, nothing to launch.
+"""Narrow numbers inside Triton kernels: casts to e4m3 and bfloat16, scales of groups of 128. Nothing to launch.
 
 A scale takes the stored value back: scale = max(largest magnitude of the group, 1e-4) / 448.
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-__all__ = ["INTERPRETED", "quantised", "to_e4m3"]
+__all__ = ["INTERPRETED", "quantised", "to_bfloat16", "to_e4m3"]
 
 INTERPRETED = bool(knobs.runtime.interpret)
 MAX = tl.constexpr(448.0)
@@ -30,6 +30,19 @@ def to_e4m3(x, BY_HAND: tl.constexpr):
         return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     else:
         return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def to_bfloat16(x, BY_HAND: tl.constexpr):
+    """Finite float32 to the nearest bfloat16, ties to even. Example: 1.00390625 and 1.01171875 become 1 and 1.015625.
+
+    BY_HAND is for Triton's interpreter, whose own cast cuts off.
+    """
+    if BY_HAND:
+        bits = x.to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(tl.bfloat16)
 
 
 @triton.jit

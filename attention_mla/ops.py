@@ -19,7 +19,6 @@ from torch import Tensor
 from .absorbed import Absorbed
 from .cache import LatentCache
 from .config import MlaConfig
-from .latent_rows import LatentRows
 from .norm import rms_norm
 from .prompt import flash_attention
 from .reference import Queries, absorbed_attention, naive_attention
@@ -126,7 +125,7 @@ class ReferenceOps:
         view: PagedView,
         out_THV: Tensor,
     ) -> None:
-        over = {"latents_NW": cache.rows(layer), "softmax_scale": config.softmax_scale}
+        over = {"latents": cache.rows(layer), "softmax_scale": config.softmax_scale}
         rows = view.decode
         if rows.num_rows:
             heads_RHV = absorbed_attention(queries.take(rows.tokens_R), weights, rows=rows, **over)
@@ -194,7 +193,7 @@ class TritonOps:
             rotation=rotation,
             interleaved=interleaved,
             places_T=view.places_T,
-            rows=LatentRows.plain(cache.rows(layer), config.kv_lora_rank),
+            rows=cache.rows(layer),
         )
         turned_THP = torch.empty(rope_THP.shape, dtype=rope_THP.dtype, device=rope_THP.device)
         self._append.turn_queries(rope_THP, rotation=rotation, interleaved=interleaved, out_THP=turned_THP)
@@ -219,7 +218,7 @@ class TritonOps:
             out_THV[prompt.tokens] = flash_attention(
                 queries.part(prompt.tokens),
                 weights,
-                latents_NW=cache.rows(layer),
+                latents=cache.rows(layer),
                 prompt=prompt,
                 softmax_scale=config.softmax_scale,
             )
@@ -241,7 +240,7 @@ class TritonOps:
         self._decode.attend(
             absorbed_HRC.transpose(0, 1),
             own.rope_THP,
-            LatentRows.plain(cache.rows(layer), config.kv_lora_rank),
+            cache.rows(layer),
             requests=plan.requests,
             work=plan.work,
             page_size=cache.page_size,

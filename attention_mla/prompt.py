@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .latent_rows import LatentRows
 from .norm import wide
 from .reference import Partial, Queries, merge, naive_attention
 from .view import Prompt
@@ -33,21 +34,21 @@ _DTYPES = {"cuda": _NARROW, "cpu": (*_NARROW, torch.float32)}
 
 
 def flash_attention(
-    queries: Queries, weights: MlaWeights, *, latents_NW: Tensor, prompt: Prompt, softmax_scale: float
+    queries: Queries, weights: MlaWeights, *, latents: LatentRows, prompt: Prompt, softmax_scale: float
 ) -> Tensor:
     """A prompt's tokens over their context and themselves, all read back from the cache; [T, H, V] in the run dtype.
 
-    `queries` are the prompt's tokens only; `latents_NW` is one layer of the cache by place. What torch has no flash
+    `queries` are the prompt's tokens only; `latents` is one layer of the cache. What torch has no flash
     attention for goes through `naive_attention`.
     """
-    if latents_NW.dtype not in _DTYPES.get(latents_NW.device.type, ()):
-        return naive_attention(queries, weights, latents_NW=latents_NW, prompt=prompt, softmax_scale=softmax_scale)
+    if latents.dtype not in _DTYPES.get(latents.stored_NX.device.type, ()):
+        return naive_attention(queries, weights, latents=latents, prompt=prompt, softmax_scale=softmax_scale)
     query_HTQ = torch.cat((queries.nope_THN, queries.rope_THP), dim=-1).transpose(0, 1)
     places = torch.cat([chunk.places_S for chunk in prompt.chunks])
     start = len(places) - query_HTQ.shape[1]
     merged: Partial | None = None
     for piece in _pieces(start, len(places)):
-        keys_HSQ, values_HSQ = _up_project(latents_NW.index_select(0, places[piece.start : piece.stop]), weights)
+        keys_HSQ, values_HSQ = _up_project(latents.take(places[piece.start : piece.stop]), weights)
         first = max(piece.start - start, 0)
         later = _piece(query_HTQ[:, first:], keys_HSQ, values_HSQ, causal=piece.start >= start, scale=softmax_scale)
         if merged is None:
@@ -57,7 +58,7 @@ def flash_attention(
         merged.mean[:, first:] = longer.mean
         merged.lse[:, first:] = longer.lse
     assert merged is not None, "a prompt has tokens"
-    return merged.mean[..., : weights.w_uv_HVC.shape[1]].transpose(0, 1).to(latents_NW.dtype)
+    return merged.mean[..., : weights.w_uv_HVC.shape[1]].transpose(0, 1).to(latents.dtype)
 
 
 def _pieces(start: int, context: int) -> list[range]:

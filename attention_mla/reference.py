@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .latent_rows import LatentRows
 from .norm import wide
 from .splits import UNSEEN, DecodeRows
 from .view import Prompt
@@ -61,33 +62,33 @@ def merge(earlier: Partial, later: Partial) -> Partial:
 
 
 def absorbed_attention(
-    queries: Queries, weights: MlaWeights, *, latents_NW: Tensor, rows: DecodeRows, softmax_scale: float
+    queries: Queries, weights: MlaWeights, *, latents: LatentRows, rows: DecodeRows, softmax_scale: float
 ) -> Tensor:
     """Each row over its own context, in latent space; [R, H, V] in the run dtype.
 
-    `queries` are the rows' in the order of `rows.tokens_R`; `latents_NW` is one layer of the cache by place.
+    `queries` are the rows' in the order of `rows.tokens_R`; `latents` is one layer of the cache.
     """
     absorbed_HRC = torch.bmm(queries.nope_THN.transpose(0, 1), weights.w_uk_HNC)
     query_RHW = torch.cat((absorbed_HRC.transpose(0, 1), queries.rope_THP), dim=-1)
     query_RHW = query_RHW.to(wide(query_RHW.dtype)) * softmax_scale
     rank = absorbed_HRC.shape[-1]
 
-    merged = _absorbed_split(query_RHW, latents_NW, rows, 0, rank)
+    merged = _absorbed_split(query_RHW, latents, rows, 0, rank)
     for number in range(1, len(rows.splits)):
-        later = _absorbed_split(query_RHW, latents_NW, rows, number, rank)
+        later = _absorbed_split(query_RHW, latents, rows, number, rank)
         reaching = rows.splits[number].num_rows
         longer = merge(Partial(merged.mean[:reaching], merged.lse[:reaching]), later)
         merged.mean[:reaching] = longer.mean
         merged.lse[:reaching] = longer.lse
 
-    latent_HRC = merged.mean.to(latents_NW.dtype).transpose(0, 1)
+    latent_HRC = merged.mean.to(latents.dtype).transpose(0, 1)
     return torch.bmm(latent_HRC, weights.w_uv_HVC.transpose(1, 2)).transpose(0, 1)
 
 
-def _absorbed_split(query_RHW: Tensor, latents_NW: Tensor, rows: DecodeRows, number: int, rank: int) -> Partial:
+def _absorbed_split(query_RHW: Tensor, latents: LatentRows, rows: DecodeRows, number: int, rank: int) -> Partial:
     split = rows.splits[number]
-    blocks = latents_NW[:-1].unflatten(0, (-1, rows.block_size)).index_select(0, split.blocks)
-    latents_RSW = blocks.view(split.num_rows, -1, latents_NW.shape[1])[:, : split.num_positions].to(query_RHW.dtype)
+    latents_RSW = latents.take_blocks(split.blocks, rows.block_size).view(split.num_rows, -1, query_RHW.shape[2])
+    latents_RSW = latents_RSW[:, : split.num_positions].to(query_RHW.dtype)
     unseen_E1S = split.unseen_E1S
     if unseen_E1S is not None and rows.see_each_other:  # a wrong draft's NaN would count even with a share of 0
         latents_RSW[-unseen_E1S.shape[0] :].masked_fill_(unseen_E1S.transpose(1, 2), 0)
@@ -98,11 +99,11 @@ def _absorbed_split(query_RHW: Tensor, latents_NW: Tensor, rows: DecodeRows, num
 
 
 def naive_attention(
-    queries: Queries, weights: MlaWeights, *, latents_NW: Tensor, prompt: Prompt, softmax_scale: float
+    queries: Queries, weights: MlaWeights, *, latents: LatentRows, prompt: Prompt, softmax_scale: float
 ) -> Tensor:
     """A prompt's tokens over their context and themselves, all read back from the cache; [T, H, V] in the run dtype.
 
-    `queries` are the prompt's tokens only; `latents_NW` is one layer of the cache by place.
+    `queries` are the prompt's tokens only; `latents` is one layer of the cache.
     """
     query_HTQ = torch.cat((queries.nope_THN, queries.rope_THP), dim=-1).transpose(0, 1)
     query_HTQ = query_HTQ.to(wide(query_HTQ.dtype)) * softmax_scale
@@ -110,7 +111,7 @@ def naive_attention(
 
     merged: list[Partial] = []
     for chunk in prompt.chunks:
-        keys_HQS, values_HSV = _up_project(latents_NW.index_select(0, chunk.places_S), weights)
+        keys_HQS, values_HSV = _up_project(latents.take(chunk.places_S), weights)
         for number, bias_TS in enumerate(chunk.biases, start=chunk.first_block):
             scores_HTS = torch.bmm(blocks[number], keys_HQS)
             if bias_TS is not None:
@@ -120,7 +121,7 @@ def naive_attention(
                 merged.append(part)
             else:
                 merged[number] = merge(merged[number], part)
-    return torch.cat([part.mean for part in merged], dim=1).transpose(0, 1).to(latents_NW.dtype)
+    return torch.cat([part.mean for part in merged], dim=1).transpose(0, 1).to(latents.dtype)
 
 
 def _up_project(latents_SW: Tensor, weights: MlaWeights) -> tuple[Tensor, Tensor]:

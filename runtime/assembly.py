@@ -25,7 +25,7 @@ from .costs import ItlBudget, StepCosts
 from .decoder import Decoder
 from .dummy import DummyCheckpoint
 from .experts import Experts
-from .hardware import read_hardware
+from .hardware import Hardware, read_hardware
 from .heartbeat import HeartbeatState
 from .memory import MemoryPlan
 from .model_config import ModelConfig
@@ -178,9 +178,8 @@ def _budget(settled: Settled) -> StepBudget | None:
     config = settled.config
     if config.cadence.itl_target_ms is None:
         return None
-    hardware = read_hardware(config.hardware or "")
-    operations = RooflineOperations(shape=CostShape.of(settled.model), hardware=hardware, ranks=config.ranks)
-    return ItlBudget(costs=StepCosts(operations), target_ms=config.cadence.itl_target_ms)
+    costs = StepCosts(_operations(settled, read_hardware(config.hardware or "")))
+    return ItlBudget(costs=costs, target_ms=config.cadence.itl_target_ms)
 
 
 def _overlap(settled: Settled) -> OverlapState:
@@ -189,8 +188,13 @@ def _overlap(settled: Settled) -> OverlapState:
     if config.overlap.dbo != "auto" or config.hardware is None:
         return OverlapState(config=config.overlap)
     hardware = read_hardware(config.hardware)
-    operations = RooflineOperations(shape=CostShape.of(settled.model), hardware=hardware, ranks=config.ranks)
-    return OverlapState(config=config.overlap, model=CostModel.of(operations, config.overlap, hardware))
+    model = CostModel.of(_operations(settled, hardware), config.overlap, hardware)
+    return OverlapState(config=config.overlap, model=model)
+
+
+def _operations(settled: Settled, hardware: Hardware) -> RooflineOperations:
+    shape = CostShape.of(settled.model, fp8_cache=settled.cache_row.fp8)
+    return RooflineOperations(shape=shape, hardware=hardware, ranks=settled.config.ranks)
 
 
 def _worker(
@@ -262,9 +266,7 @@ def _experts(settled: Settled, decoder: Decoder, transport: Transport, *, source
 
 def _decoder(settled: Settled, weights: DecoderWeights, transport: Transport) -> Decoder:
     config, model, plan = settled.config, settled.model, settled.plan
-    cache = LatentCache(
-        model.num_layers, plan.num_pages, config.cache.block_size, model.mla.latent_width, settled.dtype, settled.device
-    )
+    cache = LatentCache(model.num_layers, plan.num_pages, config.cache.block_size, settled.cache_row, settled.device)
     exchange, tables, rank = None, {}, transport.rank
     if model.moe is not None and settled.placements:
         width = widest(settled.placements, model.moe.num_experts)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from attention_mla import mla_shapes
+from attention_mla import fp8_row_bytes, mla_shapes
 from eplb.migration import pool_bytes
 from moe import expert_shapes, mlp_shapes, router_shapes, shared_shapes, spread
 from moe.quant import num_blocks
@@ -31,10 +31,11 @@ _SCALE_BYTES = 4
 class MemoryNumbers:
     """What the plan depends on besides the model.
 
-    dtype_bytes is the run dtype's size. device_bytes is what one rank may count as its own. exchange_buffer_bytes is
-    what the exchange allocates. redundant_experts are a layer's slots beyond one an expert; migration_limit is what a
-    rank gets of moving experts in a step, 0 where none move. The cache is num_pages, else cache_bytes, else what is
-    left; without num_pages never more than max_num_seqs requests of max_model_len can use.
+    dtype_bytes is the size of the run dtype. keep_fp8, fp8_cache: experts stay as the file has them, latents are in fp8.
+    device_bytes is what one rank may count as its own. exchange_buffer_bytes is what the exchange allocates.
+    redundant_experts are a layer's slots beyond one an expert; migration_limit is what a rank gets of moving experts in
+    a step, 0 where none move. The cache is num_pages, else cache_bytes, else what is left; without num_pages never more
+    than max_num_seqs requests of max_model_len can use.
     """
 
     ranks: int
@@ -45,6 +46,7 @@ class MemoryNumbers:
     max_num_batched_tokens: int
     page_size: int = 64
     keep_fp8: bool = False
+    fp8_cache: bool = False
     exchange_buffer_bytes: int = 0
     redundant_experts: int = 0
     migration_limit: int = 0
@@ -172,7 +174,7 @@ def plan_memory(model: ModelConfig, numbers: MemoryNumbers) -> MemoryPlan:
     slots = _slots_per_rank(model, numbers)
     weights = _weights(model, numbers, slots)
     workspaces = _workspaces(model, numbers, slots)
-    kv_bytes = model.num_layers * model.mla.latent_width * numbers.dtype_bytes
+    kv_bytes = model.num_layers * _row_bytes(model, numbers)
     budget = int(numbers.device_bytes * numbers.gpu_memory_utilization)
     left = budget - weights.total - workspaces.total
     return MemoryPlan(
@@ -226,6 +228,13 @@ def gib(num_bytes: int) -> str:
         if num_bytes >= size // 10:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes / 1024:.2f} KiB" if num_bytes >= 1024 else f"{num_bytes} B"
+
+
+def _row_bytes(model: ModelConfig, numbers: MemoryNumbers) -> int:
+    """What a token takes of the cache in one layer."""
+    if numbers.fp8_cache:
+        return fp8_row_bytes(model.mla.kv_lora_rank, model.mla.qk_rope_head_dim)
+    return model.mla.latent_width * numbers.dtype_bytes
 
 
 def _slots_per_rank(model: ModelConfig, numbers: MemoryNumbers) -> int:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+from attention_mla import fp8_row_bytes
+
 from .costs import StepFrame
 from .hardware import Hardware
 from .traffic import RowsPer, Traffic
@@ -23,7 +25,8 @@ _US = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostShape:
-    """The sizes of a model that its step time depends on. `fp8` says how matrices are stored and multiplied."""
+    """The sizes of a model that its step time depends on. `fp8` says how matrices are stored and multiplied;
+    `cache_bytes` are a token's in one layer of the cache."""
 
     hidden: int
     heads: int
@@ -41,10 +44,11 @@ class CostShape:
     moe_layers: int
     dense_layers: int
     fp8: bool
+    cache_bytes: int
 
     @classmethod
-    def of(cls, model: ModelConfig) -> Self:
-        """The sizes of a parsed model."""
+    def of(cls, model: ModelConfig, *, fp8_cache: bool = False) -> Self:
+        """The sizes of a parsed model; its cache is in bfloat16 or in fp8."""
         mla, moe = model.mla, model.moe
         return cls(
             hidden=model.hidden_size,
@@ -63,6 +67,9 @@ class CostShape:
             moe_layers=len(model.moe_layers),
             dense_layers=model.num_layers - len(model.moe_layers),
             fp8=model.quantization is not None,
+            cache_bytes=fp8_row_bytes(mla.kv_lora_rank, mla.qk_rope_head_dim)
+            if fp8_cache
+            else _BF16_BYTES * mla.latent_width,
         )
 
     @property
@@ -108,7 +115,7 @@ class RooflineOperations:
         """See `Operations`."""
         shape = self.shape
         core_flops = 2 * shape.heads * (2 * shape.latent + shape.rope) * tokens * context_len
-        core_bytes = _BF16_BYTES * (shape.latent + shape.rope) * tokens * context_len
+        core_bytes = shape.cache_bytes * tokens * context_len
         return (
             self._matrix_us(tokens, shape.projections, parameters=shape.projections)
             + self._matrix_us(tokens, shape.absorbed, parameters=shape.absorbed, bf16=True)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from attention_mla import CacheFormat
+from attention_mla.latent_rows import GROUP
 from ep import Topology, buffer_bytes, choose
 from ep.blueprint import Blueprint
 from ep.capacity import CapacityPlan, describe
@@ -87,6 +89,11 @@ class Settled:
         return (f"exchange: {self.exchange_why}", *self.capacity_lines) if self.exchange_why else ()
 
     @property
+    def cache_row(self) -> CacheFormat:
+        """What a token leaves in one layer of the cache."""
+        return cache_row(self.config, self.model)
+
+    @property
     def keep_fp8(self) -> bool:
         """On a GPU kernels read fp8 experts as they are stored; on a CPU they are dequantised while loading."""
         return self.device.type == "cuda"
@@ -105,7 +112,8 @@ def settle(config: EngineConfig, *, local_size: int | None = None) -> Settled:
     check_writable(config.eplb, ranks=config.ranks)
     config = replace(config, scheduler=replace(config.scheduler, max_model_len=longest_request(config, model)))
     ops = choose_ops(config.ops, device=device, dtype=run_dtype(config, model), page_size=config.cache.block_size)
-    config = replace(config, ops=ops)
+    cache_dtype = "fp8" if cache_row(config, model).fp8 else "auto"
+    config = replace(config, ops=ops, cache=replace(config.cache, kv_cache_dtype=cache_dtype))
     config, why = settle_exchange(config, model, local_size=local_size, on_gpu=device.type == "cuda")
     capacities = settle_capacities(config, model, placements)
     numbers = memory_numbers(
@@ -140,7 +148,7 @@ def settle_exchange(
     config.exchange.refuse_narrow(run_dtype(config, model))
     node_size = min(config.node_size or local_size or config.ranks, config.ranks)
     choice = choose_exchange(
-        CostShape.of(model),
+        CostShape.of(model, fp8_cache=config.cache.is_fp8),
         mode=config.exchange.exchange,
         hierarchical=config.exchange.hierarchical,
         ranks=config.ranks,
@@ -190,6 +198,24 @@ def run_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
     return model.dtype if config.dtype == "auto" else DTYPES[config.dtype]
 
 
+def cache_row(config: EngineConfig, model: ModelConfig) -> CacheFormat:
+    """What a token leaves in one layer of the cache. ValueError for a format that the run or the model cannot have."""
+    dtype, asked, rank = run_dtype(config, model), config.cache.kv_cache_dtype, model.mla.kv_lora_rank
+    if asked == "bfloat16" and dtype is not torch.bfloat16:
+        raise ValueError(
+            f"kv_cache_dtype is 'bfloat16' in a run of {str(dtype).removeprefix('torch.')}; latents are kept as the "
+            "run has them or in fp8, e.g. auto"
+        )
+    if config.cache.is_fp8 and dtype is torch.float64:
+        raise ValueError(f"kv_cache_dtype is {asked!r}; in a float64 run nothing is narrower, it must be auto")
+    if config.cache.is_fp8 and rank % GROUP:
+        raise ValueError(
+            f"kv_cache_dtype is {asked!r}; a scale stands for {GROUP} values, and the model's kv_lora_rank is {rank}; "
+            "it must be auto"
+        )
+    return CacheFormat.of(model.mla, dtype, fp8=config.cache.is_fp8)
+
+
 def longest_request(config: EngineConfig, model: ModelConfig) -> int:
     """Prompt and output together, in tokens. Raises ValueError for more than the model allows."""
     longest = config.scheduler.max_model_len or model.max_position
@@ -218,6 +244,7 @@ def memory_numbers(
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         page_size=cache.block_size,
         keep_fp8=on_gpu,
+        fp8_cache=cache_row(config, model).fp8,
         exchange_buffer_bytes=_exchange_bytes(config, model, dtype, capacities),
         redundant_experts=config.eplb.num_redundant_experts,
         migration_limit=config.eplb.eplb_bytes_per_step if config.eplb.enable_eplb else 0,

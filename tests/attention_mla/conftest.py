@@ -13,6 +13,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite as glm
 
 from attention_mla import (
+    CacheFormat,
     LatentCache,
     MlaConfig,
     MlaWeights,
@@ -120,14 +121,16 @@ class Rank:
         tiling: Tiling = USUAL,
         max_absorbed_tokens: int = 4,
         poison: float = 0.0,
+        fp8: bool = False,
         ops: AttentionOps = REFERENCE,
     ) -> "Rank":
-        """`poison` fills the cache beforehand, as if other requests had left it there."""
+        """`poison` fills the cache beforehand, as if other requests had left it there; an `fp8` one with bytes 0xff,
+        which are NaN whatever they are read as."""
         dtype = inputs[0].dtype
         counts = [-(-len(x) // page_size) for x in inputs]
         shuffled = shuffled_pages(sum(counts), sum(counts) + 3, seed=5)
-        cache = LatentCache(2, sum(counts) + 3, page_size, config.latent_width, dtype)
-        cache.pages.fill_(poison)
+        cache = LatentCache(2, sum(counts) + 3, page_size, CacheFormat.of(config, dtype, fp8=fp8))
+        cache.pages.fill_(0xFF if fp8 else poison)
         firsts = [sum(counts[:index]) for index in range(len(counts))]
         return cls(
             config=config,

@@ -1,24 +1,28 @@
 """Pages and the paged view, against positions and places counted by hand or in a loop."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attention_mla import LatentCache, PagedView, PageTable, Tiling, bytes_per_token
+from attention_mla import CacheFormat, LatentCache, PagedView, PageTable, Tiling
 from attention_mla.splits import UNSEEN, DecodeRows, DecodeSplit
 from tests.attention_mla.spans import Span, view_of
 
+SMALL = CacheFormat(rank=3, rope_dim=2, dtype=torch.float32)
+V3 = CacheFormat(rank=512, rope_dim=64, dtype=torch.bfloat16)
 
-def test_token_bytes_are_those_of_deepseek_v3() -> None:
-    assert bytes_per_token(num_layers=1, latent_width=576, dtype=torch.bfloat16) == 1152
-    assert bytes_per_token(num_layers=61, latent_width=576, dtype=torch.bfloat16) == 70272
+
+def test_row_bytes_are_those_of_deepseek_v3() -> None:
+    assert (V3.row_bytes, replace(V3, fp8=True).row_bytes) == (1152, 656)
+    assert LatentCache(2, 3, 64, replace(V3, fp8=True)).pages.shape == (2, 3, 64, 656)
 
 
 def test_latents_land_on_their_page_and_place_minus_one_is_skipped() -> None:
-    cache = LatentCache(2, 3, 4, 5, torch.float32)
+    cache = LatentCache(2, 3, 4, SMALL)
     cache.pages.zero_()
     latents_TW = torch.arange(20.0).view(4, 5) + 1
     cache.append(1, latents_TW, torch.tensor([9, -1, 0, -1]))
@@ -26,11 +30,11 @@ def test_latents_land_on_their_page_and_place_minus_one_is_skipped() -> None:
     expected[1, 2, 1] = latents_TW[0]
     expected[1, 0, 0] = latents_TW[2]
     assert torch.equal(cache.pages, expected)
-    assert torch.equal(cache.rows(1)[9], latents_TW[0])
+    assert torch.equal(cache.rows(1).take(torch.tensor([9])), latents_TW[:1])
 
 
 def test_appending_nothing_changes_nothing() -> None:
-    cache = LatentCache(1, 2, 4, 5, torch.float32)
+    cache = LatentCache(1, 2, 4, SMALL)
     cache.pages.zero_()
     cache.append(0, torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64))
     assert not cache.pages.any()
@@ -174,7 +178,7 @@ def test_what_earlier_steps_wrote_past_a_context_is_cleared() -> None:
 
 
 def test_clearing_places_leaves_all_others_alone() -> None:
-    cache = LatentCache(2, 3, 4, 5, torch.float32)
+    cache = LatentCache(2, 3, 4, SMALL)
     cache.pages.fill_(1.0)
     cache.clear(1, torch.tensor([9, 0]))
     expected = torch.ones(2, 3, 4, 5)

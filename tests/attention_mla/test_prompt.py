@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attention_mla import MlaConfig, MlaWeights, Queries, naive_attention, prompt
+from attention_mla.latent_rows import LatentRows
 from attention_mla.prompt import flash_attention
 from tests.attention_mla.spans import Span, view_of
 
@@ -28,7 +29,8 @@ def operands(config: MlaConfig, context: int, num_tokens: int, dtype: torch.dtyp
     view = view_of([Span(num_tokens, context, pages)], page_size=4, max_absorbed_tokens=0)
     places = torch.cat([chunk.places_S for chunk in view.prompts[0].chunks])
     latents_NW[places] = draw(context, config.latent_width)
-    return queries, MlaWeights.build(config, tensors_of(config, dtype)), latents_NW, view.prompts[0]
+    latents = LatentRows.plain(latents_NW, config.kv_lora_rank)
+    return queries, MlaWeights.build(config, tensors_of(config, dtype)), latents, view.prompts[0]
 
 
 @pytest.mark.parametrize(("context", "num_tokens"), [(1, 1), (5, 5), (9, 2), (23, 7), (40, 33)])
@@ -43,8 +45,8 @@ def test_pieces_merge_to_what_the_reference_gives(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(prompt, "PIECE", 8)
-    queries, weights, latents_NW, span = operands(small_config, context, num_tokens, dtype, tensors_of)
-    given = {"latents_NW": latents_NW, "prompt": span, "softmax_scale": small_config.softmax_scale}
+    queries, weights, latents, span = operands(small_config, context, num_tokens, dtype, tensors_of)
+    given = {"latents": latents, "prompt": span, "softmax_scale": small_config.softmax_scale}
     found = flash_attention(queries, weights, **given)
     assert_near(found, naive_attention(queries, weights, **given), 2e-2 if dtype is torch.bfloat16 else 1e-5)
 

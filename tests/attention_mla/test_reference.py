@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attention_mla import (
+    CacheFormat,
     LatentCache,
     MlaConfig,
     MlaWeights,
@@ -40,7 +41,7 @@ class Case:
             rope_THP=torch.randn(*shape, config.qk_rope_head_dim, generator=generator, dtype=torch.float64),
         )
         self.context_SW = torch.randn(context_len, config.latent_width, generator=generator, dtype=torch.float64)
-        self.cache = LatentCache(1, count + 2, page_size, config.latent_width, torch.float64)
+        self.cache = LatentCache(1, count + 2, page_size, CacheFormat.of(config, torch.float64))
         whole = view_of([Span(num_tokens=context_len, context_len=context_len, pages=self.pages)], page_size=page_size)
         self.cache.append(0, self.context_SW, whole.places_T)
 
@@ -49,7 +50,7 @@ class Case:
         return naive_attention(
             self.queries,
             self.weights,
-            latents_NW=self.cache.rows(0),
+            latents=self.cache.rows(0),
             prompt=view.prompts[0],
             softmax_scale=self.config.softmax_scale,
         )
@@ -60,7 +61,7 @@ class Case:
         out_RHV = absorbed_attention(
             self.queries.take(rows.tokens_R),
             self.weights,
-            latents_NW=self.cache.rows(0),
+            latents=self.cache.rows(0),
             rows=rows,
             softmax_scale=self.config.softmax_scale,
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_mla import LatentCache, bytes_per_token
+from attention_mla import CacheFormat, LatentCache
 from moe import spread
 from runtime.config import CacheConfig, EngineConfig
 from runtime.dummy import DummyCheckpoint
@@ -24,6 +24,7 @@ from tests.runtime.checkpoints import SMALL, held_bytes
 PROFILES = Path(__file__).parents[2] / "profiles"
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 V3 = read_model_config(PROFILES / "models" / "deepseek-v3.json")
+TINY = read_model_config(PROFILES / "models" / "tiny-v3" / "config.json")
 H200 = read_hardware(PROFILES / "hardware" / "h200.toml")
 NUMBERS = MemoryNumbers(
     ranks=32,
@@ -63,9 +64,17 @@ def test_planned_weights_are_the_bytes_that_the_fullest_rank_holds(
 
 def test_planned_cache_is_the_bytes_that_the_cache_allocates() -> None:
     plan = small_plan(num_pages=7, page_size=16)
-    cache = LatentCache(3, 7, 16, 40, torch.float32, "cpu")
-    assert plan.kv_bytes_per_token == bytes_per_token(num_layers=3, latent_width=40, dtype=torch.float32)
-    assert plan.cache_bytes == 7 * 16 * plan.kv_bytes_per_token <= cache.pages.untyped_storage().nbytes()
+    cache = LatentCache(3, 7, 16, CacheFormat(rank=32, rope_dim=8, dtype=torch.float32))
+    assert plan.kv_bytes_per_token == 3 * 40 * 4
+    assert plan.cache_bytes == cache.pages.nbytes
+
+
+def test_a_planned_fp8_cache_is_the_bytes_that_it_allocates() -> None:
+    plan = plan_memory(TINY, replace(small_plan().numbers, num_pages=3, fp8_cache=True))
+    cache = LatentCache(TINY.num_layers, 3, 64, CacheFormat.of(TINY.mla, torch.float32, fp8=True))
+    assert plan.kv_bytes_per_token == 4 * 656
+    assert plan.cache_bytes == cache.pages.nbytes
+    assert plan_memory(V3, replace(NUMBERS, fp8_cache=True)).kv_bytes_per_token == 61 * 656
 
 
 def test_v3_on_32_gpus_has_the_known_figures() -> None:
