@@ -31,7 +31,7 @@ _SCALE_BYTES = 4
 class MemoryNumbers:
     """What the plan depends on besides the model.
 
-    dtype_bytes is the size of the run dtype. keep_fp8, fp8_cache: experts stay as the file has them, latents are in fp8.
+    dtype_bytes is the size of the run dtype. keep_fp8, fp8_cache: experts stay as the file has them, latents are fp8.
     device_bytes is what one rank may count as its own. exchange_buffer_bytes is what the exchange allocates.
     redundant_experts are a layer's slots beyond one an expert; migration_limit is what a rank gets of moving experts in
     a step, 0 where none move. The cache is num_pages, else cache_bytes, else what is left; without num_pages never more
