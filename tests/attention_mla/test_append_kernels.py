@@ -118,6 +118,22 @@ def test_fp8_rows_hold_the_bytes_that_the_reference_makes_of_plain_rows():
     assert bool(stored[[3, 6, 8]].eq(7).all())  # nobody's places
 
 
+def test_fp8_rows_round_rope_keys_halfway_between_two_numbers_to_the_even_one():
+    bytes_NX = torch.zeros(2, fp8_row_bytes(128, 2), dtype=torch.uint8)
+    rows = LatentRows.fp8(bytes_NX, rank=128, rope_dim=2)
+    append(
+        torch.ones(1, 128),
+        torch.tensor([[1.00390625, 1.01171875]]),
+        norm_C=torch.ones(128),
+        eps=0.0,
+        rotation=Rotation(turn_TP2=torch.ones(1, 1, dtype=torch.complex64)),
+        interleaved=True,
+        places_T=torch.tensor([0]),
+        rows=rows,
+    )
+    assert rows.rope_NP[0].tolist() == [1.0, 1.015625]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
 @pytest.mark.parametrize("heads", [3, 20])
