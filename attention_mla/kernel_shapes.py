@@ -17,6 +17,7 @@ from .latent_rows import LatentRows, fp8_row_bytes
 from .linear_kernels import LINEAR_OPTIONS, _fp8_linear_kernel, linear_constants
 from .merge_kernels import MERGE_OPTIONS, _merge_kernel, merge_constants
 from .norm_kernels import _add_norm_kernel, norm_constants, norm_options
+from .quant_kernels import _quantise_kernel, quantise_constants
 from .work_kernels import Work, _plan_kernel, plan_constants
 
 __all__ = ["kernel_shapes"]
@@ -41,6 +42,7 @@ def kernel_shapes() -> list[Shape]:
         _norm("V3 hidden", 7168, fp8=True),
         _norm("V3 query", 1536, fp8=True),
     ]
+    shapes += [_quantise("V3 heads", 16384)]
     return shapes + [_linear(f"V3 {name}", outputs, inputs) for name, (outputs, inputs) in LINEARS.items()]
 
 
@@ -178,6 +180,17 @@ def _norm(what: str, dim: int, *, fp8: bool) -> Shape:
         "constants": ({} if fp8 else {"scales_TG": None})
         | norm_constants(dim, eps=1e-6, add=True, fp8=fp8, dtype=torch.bfloat16),
         "options": norm_options(dim),
+        "must": set(),
+    }
+
+
+def _quantise(what: str, dim: int) -> Shape:
+    return {
+        "title": f"quantise, {what}, {dim}",
+        "kernel": _quantise_kernel,
+        "signature": {"x_TD": "*bf16", "values_TD": "*fp8e4nv", "scales_TG": "*fp32", "x_stride": "i32:16"},
+        "constants": quantise_constants(dim),
+        "options": {},
         "must": set(),
     }
 

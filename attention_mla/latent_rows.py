@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["FP8", "GROUP", "LatentRows", "fp8_row_bytes"]
+__all__ = ["FP8", "GROUP", "LatentRows", "Latents", "fp8_row_bytes"]
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -28,6 +28,14 @@ def fp8_row_bytes(rank: int, rope_dim: int) -> int:
     """Bytes of one token in one layer. `rank` must be a multiple of 128."""
     assert rank % GROUP == 0, f"a latent of {rank} does not fill groups of {GROUP}"
     return rank + 4 * (rank // GROUP) + 2 * rope_dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Latents:
+    """What a token leaves in the cache, before norm and rotation."""
+
+    latent_TC: Tensor
+    rope_TP: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,10 +11,10 @@ V value head size.
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
 
 from .cache import LatentCache
 from .config import MlaConfig
+from .matrix import Rows, num_rows
 from .ops import REFERENCE, AttentionOps, Latents
 from .reference import Queries
 from .rope import Rotation
@@ -47,7 +47,7 @@ def attend(
 
 
 def project(
-    x_TD: Tensor,
+    x_TD: Rows,
     weights: MlaWeights,
     *,
     config: MlaConfig,
@@ -57,15 +57,16 @@ def project(
     rotation: Rotation,
     ops: AttentionOps = REFERENCE,
 ) -> Queries:
-    """The first half: the tokens' queries, with their latents appended to the cache."""
-    assert x_TD.shape[0] == view.num_tokens, f"{x_TD.shape[0]} hidden states for {view.num_tokens} tokens"
-    down_TX = functional.linear(x_TD, weights.down_XD)
+    """The first half: the tokens' queries, with their latents appended to the cache. x is what `ops.norm` leaves."""
+    assert num_rows(x_TD) == view.num_tokens, f"{num_rows(x_TD)} hidden states for {view.num_tokens} tokens"
+    down_TX = ops.linear(x_TD, weights.down_XD)
     query_TX = down_TX[:, : -config.latent_width]
     latent_TC, rope_TP = down_TX[:, -config.latent_width :].split(
         (config.kv_lora_rank, config.qk_rope_head_dim), dim=-1
     )
     if weights.q_norm_A is not None and weights.q_b is not None:
-        query_TX = functional.linear(ops.norm(query_TX, weights.q_norm_A, config.latent_norm_eps), weights.q_b)
+        normed = ops.norm(query_TX, weights.q_norm_A, config.latent_norm_eps, before=weights.q_b)
+        query_TX = ops.linear(normed, weights.q_b)
     query_THQ = query_TX.unflatten(-1, (config.num_heads, config.qk_head_dim))
     nope_THN, rope_THP = query_THQ.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
     turned_THP = ops.append(
@@ -95,4 +96,4 @@ def core(
     """The second half: attention over the cache and the output projection; [T, D]. `plan` is what `ops.plan` gave."""
     heads_THV = queries.nope_THN.new_empty(view.num_tokens, config.num_heads, config.v_head_dim)
     ops.attend(queries, weights, plan=plan, config=config, cache=cache, layer=layer, view=view, out_THV=heads_THV)
-    return functional.linear(heads_THV.flatten(1), weights.o_DU)
+    return ops.linear(heads_THV.flatten(1), weights.o_DU)

@@ -3,8 +3,8 @@
 from ep import wide
 
 from .config import MoeConfig
-from .experts import ExpertBank, Fp8Scales
-from .layer import Mlp, MoeLayer, MoeOutput, MoeWeights, expert_shapes, mlp_shapes, router_shapes, shared_shapes
+from .experts import ExpertBank, Fp8Scales, Mlp
+from .layer import MoeLayer, MoeOutput, MoeWeights, expert_shapes, mlp_shapes, router_shapes, shared_shapes
 from .ops import MoeOps, moe_ops
 from .placement import ExpertPlacement, PlacementTable, choose_slots, most_copies, spread
 from .routing import Routing, count_experts, route

@@ -110,6 +110,29 @@ class ExpertBank:
         return y_MD
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mlp:
+    """A gated MLP: a dense layer's, or the shared experts fused into one."""
+
+    gate_up_2FD: Tensor
+    """[2F, D], gate rows first; run dtype, or fp8 with `scales`."""
+    down_DF: Tensor
+    scales: Fp8Scales | None = None
+    """Of one slot."""
+
+    @property
+    def bank(self) -> ExpertBank:
+        """The same as the only slot of a bank."""
+        gate_up_L2FD, down_LDF = self.gate_up_2FD.unsqueeze(0), self.down_DF.unsqueeze(0)
+        return ExpertBank(gate_up_L2FD=gate_up_L2FD, down_LDF=down_LDF, scales=self.scales)
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """[T, D] in x's dtype, in torch."""
+        if self.scales is None:
+            return gated_mlp(x_TD, self.gate_up_2FD, self.down_DF)
+        return gated_mlp(x_TD, *self.bank.slot_weights(0, x_TD.dtype))
+
+
 def _tensors(holder: Any) -> Iterator[Tensor]:
     """Every tensor of a dataclass and of those in it, in field order: a new one cannot be left behind in a move."""
     for field in fields(holder):

@@ -17,24 +17,11 @@ from torch import Tensor
 from ep import Exchange, Kind, Pending, Tag, Terms
 
 from .config import MoeConfig
-from .experts import ExpertBank, gated_mlp
+from .experts import ExpertBank, Mlp
 from .ops import MoeOps, moe_ops
 from .placement import PlacementTable
 
 Shapes = dict[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mlp:
-    """A gated MLP: a dense layer's, or the shared experts fused into one."""
-
-    gate_up_2FD: Tensor
-    """[2F, D], gate rows first."""
-    down_DF: Tensor
-
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        """[T, D] in x's dtype."""
-        return gated_mlp(x_TD, self.gate_up_2FD, self.down_DF)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +103,7 @@ class MoeLayer:
                 x_TD[part], routed.slots_TK[part], routed.weights_TK[part], tag=tag, terms=terms
             )
             if index == 0 and weights.shared:  # what needs nobody else runs while the first rows travel
-                shared_TD = ops.mlp(x_TD, weights.shared.gate_up_2FD, weights.shared.down_DF)
+                shared_TD = ops.mlp(x_TD, weights.shared)
             arrivals = yield on_the_way
             computed = ops.experts(arrivals, weights.bank, rows_per_slot=rows_per_slot)
             num_pairs += computed.num_pairs

@@ -20,7 +20,7 @@ from torch import Tensor
 from ep import Arrivals, PairRows
 
 from .config import MoeConfig
-from .experts import ExpertBank, gated_mlp
+from .experts import ExpertBank, Mlp
 from .pairs import PairGroups
 from .placement import PlacementTable, choose_slots
 from .quant import FP8, num_blocks
@@ -65,7 +65,7 @@ class MoeOps(Protocol):
         """`routing.route` and `placement.choose_slots`."""
         ...
 
-    def mlp(self, x_TD: Tensor, gate_up_2FD: Tensor, down_DF: Tensor) -> Tensor:
+    def mlp(self, x_TD: Tensor, mlp: Mlp) -> Tensor:
         """[T, D]: `experts.gated_mlp`."""
         ...
 
@@ -93,8 +93,8 @@ class ReferenceOps:
         slots_TK = choose_slots(experts_TK, table, rank=rank, positions_T=positions_T)
         return Routed(slots_TK, routing.weights_TK, experts_TK, count_experts(experts_TK, config.num_experts))
 
-    def mlp(self, x_TD: Tensor, gate_up_2FD: Tensor, down_DF: Tensor) -> Tensor:
-        return gated_mlp(x_TD, gate_up_2FD, down_DF)
+    def mlp(self, x_TD: Tensor, mlp: Mlp) -> Tensor:
+        return mlp(x_TD)
 
     def experts(self, arrivals: Arrivals, bank: ExpertBank, *, rows_per_slot: float) -> Computed:  # noqa: ARG002
         y_MD = bank.apply(arrivals.x_ND, arrivals.rows_M, arrivals.slots_M)
@@ -139,10 +139,11 @@ class TritonOps:
         choose(parts_STE, bias_E, config, table, **routed._asdict())
         return routed
 
-    def mlp(self, x_TD: Tensor, gate_up_2FD: Tensor, down_DF: Tensor) -> Tensor:
-        bank = ExpertBank(gate_up_L2FD=gate_up_2FD.unsqueeze(0), down_LDF=down_DF.unsqueeze(0))
-        groups = PairGroups.of_one_slot(x_TD.shape[0], device=x_TD.device)
-        return self._compute(x_TD, None, bank, groups, x_TD.dtype, rows_per_slot=x_TD.shape[0])
+    def mlp(self, x_TD: Tensor, mlp: Mlp) -> Tensor:
+        num_tokens, bank = x_TD.shape[0], mlp.bank
+        groups = PairGroups.of_one_slot(num_tokens, device=x_TD.device)
+        values_TD, scale_Td = (x_TD, None) if bank.scales is None else self._quantize(x_TD, None)
+        return self._compute(values_TD, scale_Td, bank, groups, x_TD.dtype, rows_per_slot=num_tokens)
 
     def experts(self, arrivals: Arrivals, bank: ExpertBank, *, rows_per_slot: float) -> Computed:
         (num_rows, top_k), device = arrivals.slots_NK.shape, arrivals.slots_NK.device
@@ -151,7 +152,7 @@ class TritonOps:
         if bank.scales is None:
             x_ND, scale_Nd = arrivals.x_ND, None
         else:
-            x_ND, scale_Nd = arrivals.fp8 or self._quantize(arrivals.x_ND, groups)
+            x_ND, scale_Nd = arrivals.fp8 or self._quantize(arrivals.x_ND, groups.places_NK)
         y_MD = self._compute(x_ND, scale_Nd, bank, groups, arrivals.dtype, rows_per_slot=rows_per_slot)
         return Computed(PairRows(y_MD, groups.places_NK), groups.starts_L[-1])
 
@@ -176,11 +177,12 @@ class TritonOps:
         self._experts.down(act_MF, bank, groups, y_MD, act_scale_Mf=act_scale_Mf, **cut)
         return y_MD
 
-    def _quantize(self, x_ND: Tensor, groups: PairGroups) -> tuple[Tensor, Tensor]:
+    def _quantize(self, x_ND: Tensor, places_NK: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Rows without a place are left out."""
         num_rows, width = x_ND.shape
         q_ND = torch.empty(num_rows, width, dtype=FP8, device=x_ND.device)
         scale_Nd = torch.empty(num_rows, num_blocks(width), device=x_ND.device)
-        self._quant.quantize_rows(x_ND, q_ND, scale_Nd, places_NK=groups.places_NK, power_of_two=self._power_of_two)
+        self._quant.quantize_rows(x_ND, q_ND, scale_Nd, places_NK=places_NK, power_of_two=self._power_of_two)
         return q_ND, scale_Nd
 
     def _num_programs(self, device: torch.device) -> int:

@@ -16,8 +16,8 @@ from torch.nn import functional
 from ep import wide
 
 from .config import MoeConfig
-from .experts import ExpertBank, Fp8Scales
-from .layer import Mlp, MoeWeights
+from .experts import ExpertBank, Fp8Scales, Mlp
+from .layer import MoeWeights
 from .quant import dequantize_rows, quantize_blocks, quantize_rows
 from .routing import Routing
 

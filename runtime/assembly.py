@@ -137,7 +137,14 @@ def _load(
     verify_held(source, model, placements, ranks=ranks)
     names = {name for rank in ranks for name in held_tensors(model, placements, rank)}
     progress = counted(on_progress, total=bytes_to_read(source, names))
-    shared = load_shared(source, model, dtype=settled.dtype, device=settled.device, progress=progress)
+    shared = load_shared(
+        source,
+        model,
+        dtype=settled.dtype,
+        device=settled.device,
+        keep_fp8=settled.keep_shared_fp8,
+        progress=progress,
+    )
     return [DecoderWeights.join(shared, _banks(settled, source, rank, progress)) for rank in ranks]
 
 
@@ -150,6 +157,7 @@ def _load_with(peers: NodePeers, settled: Settled, source: TensorSource, on_prog
         dtype=settled.dtype,
         device=settled.device,
         keep_fp8=settled.keep_fp8,
+        keep_shared_fp8=settled.keep_shared_fp8,
         on_progress=on_progress,
     )
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from attention_mla import LatentCache, PagedView, Rotation, angles, attention_ops, core, project
+from attention_mla import LatentCache, PagedView, Rotation, Rows, angles, attention_ops, core, plain, project
 from ep import Exchange, ExchangeBytes, Pending, Terms
 from ep.selftest import self_test
 from moe import MoeLayer, PlacementTable, moe_ops
@@ -90,7 +90,7 @@ class Decoder:
         self._exchange = exchange
         self._sent = ExchangeBytes(0, 0)
         self._tell_experts = tell_experts
-        self._ops = attention_ops(ops)
+        self._ops, self._moe_ops = attention_ops(ops), moe_ops(ops)
         self.tables = tables
         self.moe_layers = {
             index: MoeLayer(
@@ -99,7 +99,7 @@ class Decoder:
                 exchange=exchange,
                 table=tables[index],
                 rank=rank,
-                ops=moe_ops(ops),
+                ops=self._moe_ops,
             )
             for index, layer in enumerate(weights.layers)
             if layer.moe is not None and model.moe is not None and exchange is not None
@@ -130,16 +130,19 @@ class Decoder:
 
     def stages(self, batch: TrackInput) -> Generator[Pending[Any] | None, Any, DecoderOutput]:
         """Run the layers over one micro-batch; a rank with no tokens runs them as well, with T = 0."""
-        x_TD = self.weights.embed_VD[batch.tokens_T]
+        x_TD, update_TD = self.weights.embed_VD[batch.tokens_T], None
         rotation = angles(self.model.mla.rope, self.model.mla.qk_rope_head_dim, batch.view.positions_T, self.dtype)
         plan = self._ops.plan(batch.view, config=self.model.mla, dtype=self.dtype)
         counts, chosen = [], []
         num_pairs = 0
         for index, layer in enumerate(self.weights.layers):
-            attended_TD = yield from self._attention(x_TD, layer, index, batch, rotation, plan)
-            x_TD, h_TD = self._ops.add_norm(x_TD, attended_TD, layer.post_norm_D, self.model.rms_norm_eps)
+            down_XD, eps = layer.attention.down_XD, self.model.rms_norm_eps
+            x_TD, h = self._ops.add_norm(x_TD, update_TD, layer.input_norm_D, eps, before=down_XD)
+            attended_TD = yield from self._attention(h, layer, index, batch, rotation, plan)
+            x_TD, h = self._ops.add_norm(x_TD, attended_TD, layer.post_norm_D, eps)
+            h_TD = plain(h)
             if layer.dense is not None:
-                x_TD = x_TD + layer.dense(h_TD)
+                update_TD = self._moe_ops.mlp(h_TD, layer.dense)
                 continue
             out = yield from self.moe_layers[index].stages(
                 h_TD,
@@ -149,7 +152,7 @@ class Decoder:
                 terms=batch.terms,
                 positions_T=batch.view.positions_T,
             )
-            x_TD = x_TD + out.out_TD
+            update_TD = out.out_TD
             counts.append(out.counts_E)
             if self._tell_experts:
                 chosen.append(out.experts_TK)
@@ -158,6 +161,8 @@ class Decoder:
         counts_LE = torch.stack(counts) if counts else torch.zeros(0, experts, dtype=torch.int64)
         overflow = self._exchange.take_overflow() if self._exchange is not None else None
         hidden_BD = x_TD[batch.logit_rows_B]
+        if update_TD is not None:
+            hidden_BD = hidden_BD + update_TD[batch.logit_rows_B]
         return DecoderOutput(
             hidden_BD=hidden_BD,
             counts_LE=counts_LE,
@@ -167,9 +172,8 @@ class Decoder:
         )
 
     def _attention(
-        self, x_TD: Tensor, layer: LayerWeights, index: int, batch: TrackInput, rotation: Rotation, plan: Any
+        self, h_TD: Rows, layer: LayerWeights, index: int, batch: TrackInput, rotation: Rotation, plan: Any
     ) -> Generator[None, None, Tensor]:
-        h_TD = self._ops.norm(x_TD, layer.input_norm_D, self.model.rms_norm_eps)
         config, view, cache, ops = self.model.mla, batch.view, self.cache, self._ops
         queries = project(
             h_TD, layer.attention, config=config, cache=cache, layer=index, view=view, rotation=rotation, ops=ops
@@ -183,5 +187,5 @@ class Decoder:
 
         Rows of all tracks at once: the head is the largest of the matrices, and so it is read once a step.
         """
-        h_BD = self._ops.norm(x_BD, self.weights.norm_D, self.model.rms_norm_eps)
+        h_BD = plain(self._ops.norm(x_BD, self.weights.norm_D, self.model.rms_norm_eps))
         return linear(h_BD.to(self.weights.head_VD.dtype), self.weights.head_VD)

@@ -1,7 +1,7 @@
 """Random weights without a file: the same numbers for a name and seed, whatever rank or run asks for them.
 
-Scaled so that activations and logits stay near unit size. A model whose config says fp8 gets fp8 experts, so that the
-path that keeps them quantised runs too; everything else is plain.
+Scaled so that activations and logits stay near unit size. A model whose config says fp8 gets fp8 where published files
+have it: in all linear layers but the head and the router.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .progress import Progress
 # Numbers drawn at a time, a whole number of rows: small enough for memory, and fixed, so that the sequence is.
 _PIECE = 1 << 22
 _BIAS_WIDTH = 0.1
+_PROJECTIONS = ("_proj.weight", "_proj_with_mqa.weight")
 
 
 class DummyCheckpoint:
@@ -38,8 +39,8 @@ class DummyCheckpoint:
         """Every tensor can be drawn."""
 
     def is_fp8(self, name: str) -> bool:
-        """Routed experts of a model whose config says fp8."""
-        return self._fp8 and ".mlp.experts." in name
+        """Projections of a model whose config says fp8."""
+        return self._fp8 and name.endswith(_PROJECTIONS)
 
     def stored_bytes(self, name: str) -> int:  # noqa: ARG002
         """Nothing is read."""

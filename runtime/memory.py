@@ -8,30 +8,28 @@ are exact. Activations are an upper estimate of what the reference path holds at
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from attention_mla import fp8_row_bytes, mla_shapes
+from attention_mla import fp8_row_bytes
 from eplb.migration import pool_bytes
-from moe import expert_shapes, mlp_shapes, router_shapes, shared_shapes, spread
-from moe.quant import num_blocks
+from moe import spread
 
 from .config_fields import shown
 from .model_config import ModelConfig
-from .model_shapes import total
+from .weight_bytes import WeightBytes, expert_bytes, weight_bytes
 
 _GIB = 1 << 30
 # GiB past which nobody needs to know how many, and a number may be too long to print.
 _COUNTLESS = 10**9
 _TABLE_BYTES = 8
-_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNumbers:
     """What the plan depends on besides the model.
 
-    dtype_bytes is the size of the run dtype. keep_fp8, fp8_cache: experts stay as the file has them, latents are fp8.
+    dtype_bytes is the size of the run dtype. keep_fp8, keep_shared_fp8: experts, and all else that kernels can read so,
+    stay as the file has them; fp8_cache: latents are kept in fp8.
     device_bytes is what one rank may count as its own. exchange_buffer_bytes is what the exchange allocates.
     redundant_experts are a layer's slots beyond one an expert; migration_limit is what a rank gets of moving experts in
     a step, 0 where none move. The cache is num_pages, else cache_bytes, else what is left; without num_pages never more
@@ -46,6 +44,7 @@ class MemoryNumbers:
     max_num_batched_tokens: int
     page_size: int = 64
     keep_fp8: bool = False
+    keep_shared_fp8: bool = False
     fp8_cache: bool = False
     exchange_buffer_bytes: int = 0
     redundant_experts: int = 0
@@ -60,26 +59,6 @@ class MemoryNumbers:
     def wide_bytes(self) -> int:
         """Size of a number where the run is never narrower than float32."""
         return max(self.dtype_bytes, 4)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightBytes:
-    """Bytes of the weights of the rank that holds most, by part."""
-
-    experts: int
-    shared: int
-    dense: int
-    attention: int
-    router: int
-    norms: int
-    embedding: int
-    head: int
-
-    @property
-    def total(self) -> int:
-        """All parts."""
-        alike = self.shared + self.dense + self.attention + self.router + self.norms + self.embedding + self.head
-        return self.experts + alike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +151,13 @@ class MemoryPlan:
 def plan_memory(model: ModelConfig, numbers: MemoryNumbers) -> MemoryPlan:
     """Plan the fullest rank. Raises ValueError for more ranks than experts; what does not fit is in the plan."""
     slots = _slots_per_rank(model, numbers)
-    weights = _weights(model, numbers, slots)
+    weights = weight_bytes(
+        model,
+        slots=slots,
+        dtype_bytes=numbers.dtype_bytes,
+        keep_fp8=numbers.keep_fp8,
+        keep_shared_fp8=numbers.keep_shared_fp8,
+    )
     workspaces = _workspaces(model, numbers, slots)
     kv_bytes = model.num_layers * _row_bytes(model, numbers)
     budget = int(numbers.device_bytes * numbers.gpu_memory_utilization)
@@ -240,34 +225,6 @@ def _row_bytes(model: ModelConfig, numbers: MemoryNumbers) -> int:
 def _slots_per_rank(model: ModelConfig, numbers: MemoryNumbers) -> int:
     moe, redundant = model.moe, numbers.redundant_experts
     return spread(moe.num_experts, numbers.ranks, redundant).slots_per_rank if moe is not None else 0
-
-
-def _weights(model: ModelConfig, numbers: MemoryNumbers, slots: int) -> WeightBytes:
-    hidden, moe, num_moe = model.hidden_size, model.moe, len(model.moe_layers)
-    size, wide = numbers.dtype_bytes, numbers.wide_bytes
-    embedding = model.vocab_size * hidden
-    shares_head = model.tie_word_embeddings and wide == size
-    return WeightBytes(
-        experts=num_moe * slots * expert_bytes(model, dtype_bytes=size, keep_fp8=numbers.keep_fp8),
-        shared=num_moe * total(shared_shapes(moe)) * size if moe is not None else 0,
-        dense=model.num_dense_layers * total(mlp_shapes(hidden, model.dense_intermediate_size)) * size,
-        attention=model.num_layers * total(mla_shapes(model.mla)) * size,
-        router=num_moe * total(router_shapes(moe)) * wide if moe is not None else 0,
-        norms=(2 * model.num_layers + 1) * hidden * size,
-        embedding=embedding * size,
-        head=0 if shares_head else embedding * wide,
-    )
-
-
-def expert_bytes(model: ModelConfig, *, dtype_bytes: int, keep_fp8: bool) -> int:
-    """Bytes of one routed expert; with `keep_fp8`, if the model's file says fp8, a byte a weight and its scales."""
-    if model.moe is None:
-        return 0
-    shapes = expert_shapes(model.moe)
-    if not (keep_fp8 and model.quantization is not None):
-        return total(shapes) * dtype_bytes
-    blocks = sum(math.prod(num_blocks(size) for size in shape) for shape in shapes.values())
-    return total(shapes) + blocks * _SCALE_BYTES
 
 
 def _workspaces(model: ModelConfig, numbers: MemoryNumbers, slots: int) -> WorkspaceBytes:

@@ -14,6 +14,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from .model_config import ModelConfig
 from .node_share import NodePeers, NodeShare, Ticket
 from .progress import OnProgress, counted
 from .startup import KernelReads, LoadReport
-from .weight_layout import Arena, Places, lay_out_shared, own_memory
+from .weight_layout import Arena, Places, lay_out_shared, none_kept, own_memory
 from .weights import DecoderWeights, Placements, bytes_to_read, lay_out_banks, verify_held
 
 _MICRO = 1_000_000
@@ -48,26 +49,30 @@ def load_rank(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     keep_fp8: bool = False,
+    keep_shared_fp8: bool = False,
     on_progress: OnProgress | None = None,
 ) -> LoadedRank:
     """Load what rank `peers.rank` holds; all ranks of the node call this alike.
 
+    keep_fp8 is of experts (`load_banks`), keep_shared_fp8 of all else (`load_shared`).
+
     Raises CheckpointError before anything is read, PeerFailed when another rank of the node cannot go on.
     """
-    share = _meet(peers, model, dtype, verify=lambda: verify_held(source, model, placement, ranks=[peers.rank]))
+    lay_out = partial(lay_out_shared, model=model, dtype=dtype, is_kept=source.is_fp8 if keep_shared_fp8 else none_kept)
+    share = _meet(peers, lay_out, verify=lambda: verify_held(source, model, placement, ranks=[peers.rank]))
     places = Places(own_memory(device))
     banks = lay_out_banks(places, source, model, placement, rank=peers.rank, dtype=dtype, keep_fp8=keep_fp8)
 
     def read(flat_B: Tensor) -> None:
         shared = Places(Arena(flat_B).empty)
-        lay_out_shared(shared, model, dtype=dtype)
+        lay_out(shared)
         wanted = [*part_of(shared.wanted, place=peers.place, size=peers.size), *places.wanted]
         total = bytes_to_read(source, {each.name for each in wanted})
         source.read(wanted, progress=counted(on_progress, total=total))
 
     report = _read(peers, source, lambda: share.fill(read))
     flat_B = _seal(peers, share).to(device)
-    shared = lay_out_shared(Places(Arena(flat_B).empty), model, dtype=dtype)
+    shared = lay_out(Places(Arena(flat_B).empty))
     return LoadedRank(weights=DecoderWeights.join(shared, banks), report=report)
 
 
@@ -86,16 +91,16 @@ def part_of(wanted: Sequence[Wanted], *, place: int, size: int) -> list[Wanted]:
     return part
 
 
-def _meet(peers: NodePeers, model: ModelConfig, dtype: torch.dtype, *, verify: Callable[[], None]) -> NodeShare:
+def _meet(peers: NodePeers, lay_out: Callable[[Places], object], *, verify: Callable[[], None]) -> NodeShare:
     """The node's memory, once every rank has found its weights in order and lays them out like the others."""
-    num_bytes, digest = _layout(model, dtype)
 
-    def prepare() -> tuple[NodeShare | None, Sequence[int]]:
+    def prepare() -> tuple[tuple[NodeShare | None, int], Sequence[int]]:
         verify()
+        num_bytes, digest = _layout(lay_out)
         created = NodeShare.create(num_bytes) if peers.place == 0 else None
-        return created, (num_bytes, digest, *(created.ticket if created is not None else ()))
+        return (created, num_bytes), (num_bytes, digest, *(created.ticket if created is not None else ()))
 
-    created, rows = peers.together("checking its weights", prepare)
+    (created, num_bytes), rows = peers.together("checking its weights", prepare)
     for rank, (found_bytes, found_digest, *_) in zip(peers.ranks, rows, strict=True):
         if (found_bytes, found_digest) != (rows[0][0], rows[0][1]):
             cause = f"lays out shared weights otherwise ({found_bytes} bytes) than rank {peers.ranks[0]} ({rows[0][0]})"
@@ -107,11 +112,11 @@ def _meet(peers: NodePeers, model: ModelConfig, dtype: torch.dtype, *, verify: C
     return peers.together("reaching the node's memory", attach)[0]
 
 
-def _layout(model: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
+def _layout(lay_out: Callable[[Places], object]) -> tuple[int, int]:
     """Bytes that the shared weights take, and 62 bits over what goes where: equal, or ranks would write over others."""
     arena = Arena.measuring()
     places = Places(arena.empty)
-    lay_out_shared(places, model, dtype=dtype)
+    lay_out(places)
     text = repr([(each.name, each.out.storage_offset(), each.out.shape, each.out.dtype) for each in places.wanted])
     return arena.num_bytes, int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 2
 

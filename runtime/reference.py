@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from attention_mla import MlaConfig, MlaWeights, Rotation, angles, rms_norm, rotate
+from attention_mla import MlaConfig, MlaWeights, Rotation, angles, plain, rms_norm, rotate
 from moe.reference import dense_moe
 
 from .model_config import ModelConfig
@@ -41,10 +41,10 @@ def reference_logits(model: ModelConfig, weights: DecoderWeights, tokens_T: Tens
 def reference_attention(x_TD: Tensor, weights: MlaWeights, config: MlaConfig, rotation: Rotation) -> Tensor:
     """[T, D]: causal attention, one head after the other. The formula: "DeepSeek-V2", section 2.1."""
     nope, rope, latent = config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank
-    reads_TX = linear(x_TD, weights.down_XD)
+    reads_TX = linear(x_TD, plain(weights.down_XD))
     query_TA, latent_TC, key_rope_TP = reads_TX.split((reads_TX.shape[1] - latent - rope, latent, rope), dim=1)
     if weights.q_b is not None and weights.q_norm_A is not None:
-        query_TA = linear(rms_norm(query_TA, weights.q_norm_A, config.latent_norm_eps), weights.q_b)
+        query_TA = linear(rms_norm(query_TA, weights.q_norm_A, config.latent_norm_eps), plain(weights.q_b))
     latent_TC = rms_norm(latent_TC, weights.latent_norm_C, config.latent_norm_eps)
     key_rope_TP = rotate(key_rope_TP.unsqueeze(1), rotation, config.rope.interleaved).squeeze(1)
     future_TT = torch.ones(len(x_TD), len(x_TD), dtype=torch.bool).triu(1)
@@ -55,4 +55,4 @@ def reference_attention(x_TD: Tensor, weights: MlaWeights, config: MlaConfig, ro
         scores_TT = query_TQ[:, :nope] @ key_TN.T + query_rope_TP @ key_rope_TP.T
         scores_TT = (scores_TT * config.softmax_scale).masked_fill(future_TT, -torch.inf)
         heads.append(scores_TT.softmax(dim=1) @ value_TV)
-    return linear(torch.cat(heads, dim=1), weights.o_DU)
+    return linear(torch.cat(heads, dim=1), plain(weights.o_DU))

@@ -24,7 +24,7 @@ from .capacities import read_capacities
 from .config import DTYPES, EngineConfig
 from .exchange_choice import choose_exchange
 from .hardware import read_hardware
-from .kernel_choice import choose_ops
+from .kernel_choice import OpsName, choose_ops
 from .memory import MemoryNumbers, MemoryPlan, plan_memory
 from .model_config import ModelConfig, read_model_config
 from .rebalance import start_placements
@@ -95,8 +95,13 @@ class Settled:
 
     @property
     def keep_fp8(self) -> bool:
-        """On a GPU kernels read fp8 experts as they are stored; on a CPU they are dequantised while loading."""
-        return self.device.type == "cuda"
+        """On a GPU, or by kernels, fp8 experts are read as they are stored; else they are dequantised in loading."""
+        return self.plan.numbers.keep_fp8
+
+    @property
+    def keep_shared_fp8(self) -> bool:
+        """Whether all else that is stored in fp8 stays so, where kernels can read it."""
+        return self.plan.numbers.keep_shared_fp8
 
 
 def settle(config: EngineConfig, *, local_size: int | None = None) -> Settled:
@@ -111,9 +116,10 @@ def settle(config: EngineConfig, *, local_size: int | None = None) -> Settled:
     placements = start_placements(config.eplb, model, ranks=config.ranks)
     check_writable(config.eplb, ranks=config.ranks)
     config = replace(config, scheduler=replace(config.scheduler, max_model_len=longest_request(config, model)))
-    ops = choose_ops(config.ops, device=device, dtype=run_dtype(config, model), page_size=config.cache.block_size)
     cache_dtype = "fp8" if cache_row(config, model).fp8 else "auto"
-    config = replace(config, ops=ops, cache=replace(config.cache, kv_cache_dtype=cache_dtype))
+    config = replace(
+        config, ops=settle_ops(config, model, device=device), cache=replace(config.cache, kv_cache_dtype=cache_dtype)
+    )
     config, why = settle_exchange(config, model, local_size=local_size, on_gpu=device.type == "cuda")
     capacities = settle_capacities(config, model, placements)
     numbers = memory_numbers(
@@ -136,6 +142,11 @@ def settle(config: EngineConfig, *, local_size: int | None = None) -> Settled:
         capacities=capacities,
         exchange_why=why if model.moe is not None and config.ranks > 1 else "",
     )
+
+
+def settle_ops(config: EngineConfig, model: ModelConfig, *, device: torch.device) -> OpsName:
+    """Whose kernels run. ValueError for those that can not."""
+    return choose_ops(config.ops, device=device, dtype=run_dtype(config, model), page_size=config.cache.block_size)
 
 
 def settle_exchange(
@@ -232,9 +243,10 @@ def memory_numbers(
     on_gpu: bool,
     capacities: CapacityPlan | None = None,
 ) -> MemoryNumbers:
-    """What the plan depends on. `device_bytes` is one rank's own; a GPU's kernels take fp8 experts as stored."""
+    """What the plan depends on. `device_bytes` is one rank's own; kernels take what is in fp8 as stored."""
     config, _ = settle_exchange(config, model, local_size=None, on_gpu=on_gpu)
     cache, scheduler, dtype = config.cache, config.scheduler, run_dtype(config, model)
+    by_kernels = settle_ops(config, model, device=torch.device("cuda" if on_gpu else "cpu")) == "triton"
     return MemoryNumbers(
         ranks=config.ranks,
         dtype_bytes=dtype.itemsize,
@@ -243,7 +255,8 @@ def memory_numbers(
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         page_size=cache.block_size,
-        keep_fp8=on_gpu,
+        keep_fp8=on_gpu or by_kernels,
+        keep_shared_fp8=by_kernels,
         fp8_cache=cache_row(config, model).fp8,
         exchange_buffer_bytes=_exchange_bytes(config, model, dtype, capacities),
         redundant_experts=config.eplb.num_redundant_experts,

@@ -29,6 +29,7 @@ from .weight_layout import (
     lay_out_bank,
     lay_out_fp8_bank,
     lay_out_shared,
+    none_kept,
     own_memory,
 )
 
@@ -92,12 +93,16 @@ def load_shared(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    keep_fp8: bool = False,
     progress: Progress | None = None,
 ) -> SharedWeights:
-    """Load everything but the banks, in `dtype`; fp8 is dequantised. Raises CheckpointError before reading."""
+    """Load everything but the banks, in `dtype`. Raises CheckpointError before reading.
+
+    With `keep_fp8` what is stored in fp8 stays so where kernels can read it; otherwise it is dequantised.
+    """
     source.verify(shared_tensors(model))
     places = Places(own_memory(device))
-    shared = lay_out_shared(places, model, dtype=dtype)
+    shared = lay_out_shared(places, model, dtype=dtype, is_kept=source.is_fp8 if keep_fp8 else none_kept)
     source.read(places.wanted, progress=progress)
     return shared
 

@@ -122,7 +122,8 @@ def test_a_gated_mlp_is_that_of_torch_in_float64(num_tokens: int) -> None:
         torch.randn(*shape, generator=noise).bfloat16() for shape in ((num_tokens, 72), (2 * 40, 72), (72, 40))
     )
     truth = gated_mlp(x.double(), gate_up.double(), down.double())
-    assert_close_rows(moe_ops("triton").mlp(x, gate_up, down), truth, most_cosine=1e-5)
+    mlp = Mlp(gate_up_2FD=gate_up, down_DF=down)
+    assert_close_rows(moe_ops("triton").mlp(x, mlp), truth, most_cosine=1e-5)
 
 
 def test_without_triton_the_reader_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
