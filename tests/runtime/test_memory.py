@@ -46,18 +46,19 @@ def small_plan(**changes: object) -> MemoryPlan:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("keep_fp8", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kept", ["nothing", "experts", "all"])
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"q_lora_rank": 128}, {"q_lora_rank": None}])
 def test_planned_weights_are_the_bytes_that_the_fullest_rank_holds(
-    num_ranks: int, dtype: torch.dtype, keep_fp8: bool, tied: bool
+    num_ranks: int, dtype: torch.dtype, kept: str, changes: dict[str, object]
 ) -> None:
-    model = parse_model_config(SMALL | {"quantization_config": FP8, "tie_word_embeddings": tied})
+    model = parse_model_config(SMALL | {"quantization_config": FP8} | changes)
     source, placement = DummyCheckpoint(model), spread(6, num_ranks)
+    keep_fp8, keep_shared_fp8 = kept != "nothing", kept == "all"
     banks = load_banks(source, model, placement, rank=0, dtype=dtype, keep_fp8=keep_fp8)
-    held = held_bytes(DecoderWeights.join(load_shared(source, model, dtype=dtype), banks))
+    held = held_bytes(DecoderWeights.join(load_shared(source, model, dtype=dtype, keep_fp8=keep_shared_fp8), banks))
     numbers = MemoryNumbers(
         ranks=num_ranks, dtype_bytes=dtype.itemsize, device_bytes=1 << 30, max_model_len=8, max_num_seqs=1,
-        max_num_batched_tokens=8, keep_fp8=keep_fp8,
+        max_num_batched_tokens=8, keep_fp8=keep_fp8, keep_shared_fp8=keep_shared_fp8,
     )  # fmt: skip
     assert plan_memory(model, numbers).weights.total == held
 
@@ -84,6 +85,12 @@ def test_v3_on_32_gpus_has_the_known_figures() -> None:
     assert expert_bytes(V3, dtype_bytes=2, keep_fp8=True) == 3 * 7168 * 2048 + 3 * 56 * 16 * 4
     assert plan.weights.experts == 58 * 8 * expert_bytes(V3, dtype_bytes=2, keep_fp8=True)
     assert plan.weights.attention == 61 * 2 * 187107328
+    kept = plan_memory(V3, replace(NUMBERS, keep_shared_fp8=True)).weights
+    # Projections in a byte a weight and a scale a block; the two halves of kv_b and the norms in two bytes.
+    projections, blocks = 170328064, 12 * 56 + 192 * 12 + 5 * 56 + 56 * 128
+    assert kept.attention == 61 * (projections + 4 * blocks + 2 * (16777216 + 1536 + 512))
+    assert kept.shared == 58 * (3 * 7168 * 2048 + 4 * 3 * 56 * 16)
+    assert kept.dense == 3 * (3 * 7168 * 18432 + 4 * 3 * 56 * 144)
     assert plan.weights.router == 58 * 4 * (256 * 7168 + 256)
     assert plan.shortfall_bytes == 0
     assert plan.needed_bytes <= plan.budget_bytes == int(H200.memory_bytes * 0.92)

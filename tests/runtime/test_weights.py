@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention_mla import Fp8Matrix
 from ep import CheckpointError
 from moe import ExpertPlacement, spread
 from runtime.checkpoint import Checkpoint, open_checkpoint
@@ -121,6 +122,47 @@ def test_fp8_experts_are_kept_or_dequantised_to_the_same_numbers(fp8_source: Che
         assert torch.equal(gate_up_2FD, stacked(QUANTIZED, prefix, torch.float32))
         assert torch.equal(wide.gate_up_L2FD[slot], gate_up_2FD)
         assert torch.equal(wide.down_LDF[slot], down_DF)
+
+
+def test_what_kernels_read_in_fp8_is_kept_as_the_file_has_it(tmp_path: Path) -> None:
+    config = SMALL | {"q_lora_rank": 128}
+    tensors, model = random_tensors(config, fp8=True), parse_model_config(config)
+    source = open_checkpoint(write_checkpoint(tmp_path, config, tensors), model)
+    kept = load_shared(source, model, dtype=torch.float32, keep_fp8=True).layers
+    attention, shared, dense = kept[2].attention, kept[2].shared, kept[0].dense
+    at = "model.layers.2.self_attn."
+
+    def stored(*names: str) -> tuple[Tensor, Tensor]:
+        values = torch.cat([tensors[name].view(torch.uint8) for name in names])
+        return values, torch.cat([tensors[f"{name}_scale_inv"] for name in names])
+
+    def assert_is(values: Tensor, scales: Tensor, *names: str) -> None:
+        expected_values, expected_scales = stored(*names)
+        assert torch.equal(values.view(torch.uint8), expected_values)
+        assert torch.equal(scales, expected_scales)
+
+    for matrix, names in (
+        (attention.down_XD, ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")),
+        (attention.q_b, ("q_b_proj.weight",)),
+        (attention.o_DU, ("o_proj.weight",)),
+    ):
+        assert isinstance(matrix, Fp8Matrix)
+        assert_is(matrix.values_ND, matrix.scales_QG, *[f"{at}{name}" for name in names])
+    assert torch.equal(attention.kv_b_UC, plain(tensors, f"{at}kv_b_proj.weight", torch.float32))
+    for mlp, prefix in ((shared, "model.layers.2.mlp.shared_experts."), (dense, "model.layers.0.mlp.")):
+        assert mlp is not None
+        assert mlp.scales is not None
+        gate_up, down = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"), f"{prefix}down_proj.weight"
+        assert_is(mlp.gate_up_2FD, mlp.scales.gate_up_L2fd[0].flatten(0, 1), *gate_up)
+        assert_is(mlp.down_DF, mlp.scales.down_Ldf[0], down)
+
+
+def test_rows_that_do_not_end_with_a_block_are_not_stacked_in_fp8(fp8_source: Checkpoint) -> None:
+    kept = load_shared(fp8_source, MODEL, dtype=torch.float32, keep_fp8=True).layers[1].attention
+    wide = load_shared(fp8_source, MODEL, dtype=torch.float32).layers[1].attention
+    assert isinstance(kept.down_XD, Tensor)  # q_lora_rank is 24
+    assert torch.equal(kept.down_XD, wide.down_XD)
+    assert isinstance(kept.o_DU, Fp8Matrix)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
