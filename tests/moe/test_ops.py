@@ -13,7 +13,7 @@ from ep import Exchange, ExchangeConfig, Terms, exchange_ops, run_ranks
 from moe import Mlp, MoeConfig, MoeLayer, MoeOutput, MoeWeights, spread
 from moe.experts import gated_mlp
 from moe.ops import OPS, moe_ops
-from moe.reference import dense_moe, quantize_bank, random_weights, take_slots
+from moe.reference import dense_moe, quantize_bank, random_weights, run_fp8_expert, take_slots
 from tests.moe.closeness import assert_close_rows
 
 CONFIG = MoeConfig(
@@ -124,6 +124,19 @@ def test_a_gated_mlp_is_that_of_torch_in_float64(num_tokens: int) -> None:
     truth = gated_mlp(x.double(), gate_up.double(), down.double())
     mlp = Mlp(gate_up_2FD=gate_up, down_DF=down)
     assert_close_rows(moe_ops("triton").mlp(x, mlp), truth, most_cosine=1e-5)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("num_tokens", [0, 1, 21])
+def test_a_gated_mlp_in_fp8_rounds_where_the_truth_does(num_tokens: int) -> None:
+    weights = random_weights(CONFIG, seed=3, dtype=torch.float32)
+    bank = quantize_bank(take_slots(weights.bank, [2]))
+    x = 8 * torch.randn(num_tokens, 72, generator=torch.Generator().manual_seed(1))
+    mlp = Mlp(gate_up_2FD=bank.gate_up_L2FD[0], down_DF=bank.down_LDF[0], scales=bank.scales)
+    truth = run_fp8_expert(x, bank, 0)
+    assert_close_rows(moe_ops("triton").mlp(x, mlp), truth, most_cosine=1e-3)
+    plain = moe_ops("reference").mlp(x, mlp)
+    assert torch.equal(plain, gated_mlp(x, *bank.slot_weights(0, torch.float32)))
 
 
 def test_without_triton_the_reader_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
