@@ -79,7 +79,10 @@ class AttentionOps(Protocol):
 
 
 class ReferenceOps:
-    """In torch, on any device."""
+    """In torch, on any device. Its kernels come and go, and leave room by themselves."""
+
+    def __init__(self, *, comm_sms: int = 0) -> None:
+        pass
 
     def plan(self, view: PagedView, *, config: MlaConfig, dtype: torch.dtype) -> None:  # noqa: ARG002
         return None
@@ -155,9 +158,12 @@ REFERENCE = ReferenceOps()
 OPS: dict[str, Callable[..., AttentionOps]] = {"reference": ReferenceOps, "triton": TritonOps}
 
 
-def attention_ops(name: str) -> AttentionOps:
-    """The ops of that name. ValueError if they need a package that is not installed."""
-    return OPS[name]()
+def attention_ops(name: str, *, comm_sms: int = 0) -> AttentionOps:
+    """The ops of that name. ValueError if they need a package that is not installed.
+
+    comm_sms   multiprocessors that kernels which stay on theirs to the end leave to exchanges
+    """
+    return OPS[name](comm_sms=comm_sms)
 
 
 def interpreted() -> bool:

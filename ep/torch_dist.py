@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,19 +50,21 @@ def open_torch_dist(
     store: Store,
     interface: str = "lo",
     device: torch.device | str = "cpu",
+    comm_sms: int = 0,
     timeout_s: float = 600.0,
 ) -> Transport:
     """This rank's end of a group of `size`; returns when all are connected. All ranks call it, with the same store.
 
-    backend: gloo (CPU tensors, over `interface`) or nccl (tensors of `device`). timeout_s: longest start, and longest
-    single wait. A store serves one group of each backend. ValueError for a backend that is not there; TransportError
-    when not all come.
+    backend: gloo (CPU tensors, over `interface`) or nccl (tensors of `device`). comm_sms: multiprocessors that NCCL may
+    take, 0 as many as it likes. timeout_s: longest start, and longest single wait. A store serves one group of each
+    backend. ValueError for a backend that is not there; TransportError when not all come.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: must be one of {', '.join(BACKENDS)}, for example gloo")
     store = PrefixStore(f"serried/{backend}", store)
     try:
-        return BACKENDS[backend](rank, size, store, interface, torch.device(device), timedelta(seconds=timeout_s))
+        opening = Opening(rank, size, store, interface, torch.device(device), comm_sms, timedelta(seconds=timeout_s))
+        return BACKENDS[backend](opening)
     except RuntimeError as error:
         raise TransportError(f"{backend} does not connect {size} ranks: {_words(error)}", rank=rank) from error
 
@@ -274,22 +276,42 @@ def gloo_group(
     return ProcessGroupGloo(store, rank, size, options)
 
 
-def _open_gloo(rank: int, size: int, store: Store, interface: str, device: torch.device, limit: timedelta) -> Transport:
+class Opening(NamedTuple):
+    """What a group is opened with."""
+
+    rank: int
+    size: int
+    store: Store
+    interface: str
+    device: torch.device
+    comm_sms: int
+    limit: timedelta
+
+
+def _open_gloo(asked: Opening) -> Transport:
+    rank, size, store, interface, device, _, limit = asked
     return MailTransport(GlooWire(gloo_group(rank, size, store, interface, device, limit)))
 
 
-def _open_nccl(
-    rank: int, size: int, store: Store, _interface: str, device: torch.device, limit: timedelta
-) -> Transport:
+def _open_nccl(asked: Opening) -> Transport:
     if not dist.is_nccl_available() or not torch.cuda.is_available():
         lacks = "a CUDA device" if dist.is_nccl_available() else "NCCL, which the CUDA builds of torch bring along"
         raise ValueError(f"backend = 'nccl': torch {torch.__version__} here lacks {lacks}; gloo runs on CPUs")
-    options = dist.ProcessGroupNCCL.Options()
+    options = _nccl_options(dist.ProcessGroupNCCL.Options(), comm_sms=asked.comm_sms, limit=asked.limit)
+    group = dist.ProcessGroupNCCL(asked.store, asked.rank, asked.size, options)
+    group.eager_connect_single_device(asked.device)  # no new communicator after the start
+    return TorchDistTransport(group, device=asked.device)
+
+
+def _nccl_options(options: Any, *, comm_sms: int, limit: timedelta) -> Any:
+    """NCCL takes a multiprocessor a channel; an exchange is sends, whose channels it rounds up to a power of two, so
+    the most that it may take is rounded down to one: 20 -> 16. NCCL_MAX_CTAS, where a user sets it, stands above this.
+    """
     options._timeout = limit
     options.is_high_priority_stream = True  # rows before local work
-    group = dist.ProcessGroupNCCL(store, rank, size, options)
-    group.eager_connect_single_device(device)  # no new communicator after the start
-    return TorchDistTransport(group, device=device)
+    if comm_sms:
+        options.config.max_ctas = 1 << (comm_sms.bit_length() - 1)
+    return options
 
 
-BACKENDS: dict[str, Callable[..., Transport]] = {"gloo": _open_gloo, "nccl": _open_nccl}
+BACKENDS: dict[str, Callable[[Opening], Transport]] = {"gloo": _open_gloo, "nccl": _open_nccl}

@@ -141,6 +141,7 @@ class Place:
             meeting,
             interface=flags.meeting.interface,
             device=settled.device,
+            comm_sms=settled.config.overlap.left_sms,
         )
         self.transport = stack.enter_context(closing(transport))
         self._excuses = no_excuse
@@ -238,7 +239,13 @@ def node_id() -> int:
 
 
 def open_transport(
-    name: str, world: World, meeting: Meeting, *, interface: str, device: torch.device | str = "cpu"
+    name: str,
+    world: World,
+    meeting: Meeting,
+    *,
+    interface: str,
+    device: torch.device | str = "cpu",
+    comm_sms: int = 0,
 ) -> Transport:
     """This rank's end of what carries rows: gloo, nccl or mpi. The meeting has an endpoint `store`."""
     if name == "mpi":
@@ -251,5 +258,11 @@ def open_transport(
     else:
         store = open_store("", None, rank=0, size=world.size, interface=interface, listener=here)
     return open_torch_dist(
-        rank=world.rank, size=world.size, backend=name, store=store, interface=interface, device=device
+        rank=world.rank,
+        size=world.size,
+        backend=name,
+        store=store,
+        interface=interface,
+        device=device,
+        comm_sms=comm_sms,
     )

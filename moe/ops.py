@@ -75,7 +75,10 @@ class MoeOps(Protocol):
 
 
 class ReferenceOps:
-    """In torch, on any device. The host waits for the device."""
+    """In torch, on any device. The host waits for the device. Its kernels come and go, and leave room by themselves."""
+
+    def __init__(self, *, comm_sms: int = 0) -> None:
+        pass
 
     def route(
         self,
@@ -194,9 +197,12 @@ class TritonOps:
 OPS: dict[str, Callable[..., MoeOps]] = {"reference": ReferenceOps, "triton": TritonOps}
 
 
-def moe_ops(name: str) -> MoeOps:
-    """The ops of that name. ValueError if they need a package that is not installed."""
-    return OPS[name]()
+def moe_ops(name: str, *, comm_sms: int = 0) -> MoeOps:
+    """The ops of that name. ValueError if they need a package that is not installed.
+
+    comm_sms   multiprocessors that kernels which stay on theirs to the end leave to exchanges
+    """
+    return OPS[name](comm_sms=comm_sms)
 
 
 def _import(name: str, package: str | None) -> ModuleType:

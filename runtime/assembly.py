@@ -304,4 +304,5 @@ def _decoder(settled: Settled, weights: DecoderWeights, transport: Transport) ->
         rank=rank,
         ops=config.ops,
         tell_experts=config.eplb.record_routing_tokens > 0,
+        comm_sms=config.overlap.left_sms,
     )

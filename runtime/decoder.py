@@ -16,10 +16,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from attention_mla import LatentCache, PagedView, Rotation, Rows, angles, attention_ops, core, plain, project
+from attention_mla import (
+    AttentionOps,
+    LatentCache,
+    PagedView,
+    Rotation,
+    Rows,
+    angles,
+    attention_ops,
+    core,
+    plain,
+    project,
+)
 from ep import Exchange, ExchangeBytes, Pending, Terms
 from ep.selftest import self_test
-from moe import MoeLayer, PlacementTable, moe_ops
+from moe import MoeLayer, MoeOps, PlacementTable, moe_ops
 
 from .model_config import ModelConfig
 from .weights import DecoderWeights, LayerWeights
@@ -35,6 +46,7 @@ class TrackInput:
     step, track     the tag of every exchange
     terms           what all ranks agreed on for its exchanges
     halves          whether others may run between the halves of attention
+    cut             whether other tracks' rows travel while this one computes
     """
 
     tokens_T: Tensor
@@ -44,6 +56,7 @@ class TrackInput:
     track: int
     terms: Terms
     halves: bool = False
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +77,21 @@ class DecoderOutput:
     experts_LTK: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Computers:
+    """What computes a step's layers."""
+
+    attention: AttentionOps
+    moe: MoeOps
+    moe_layers: Mapping[int, MoeLayer]
+
+
 class Decoder:
     """One rank's model over its own latent cache.
 
     `weights` hold this rank's experts only; `exchange` reaches the others; `tables` say, by layer, where every expert
-    sits. `tell_experts`: whether outputs say which experts each token visits.
+    sits. `tell_experts`: whether outputs say which experts each token visits. `comm_sms`: multiprocessors that kernels
+    leave to exchanges where tracks take turns.
     """
 
     def __init__(
@@ -82,6 +105,7 @@ class Decoder:
         rank: int,
         ops: str = "reference",
         tell_experts: bool = False,
+        comm_sms: int = 0,
     ) -> None:
         self.model = model
         self.weights = weights
@@ -90,20 +114,19 @@ class Decoder:
         self._exchange = exchange
         self._sent = ExchangeBytes(0, 0)
         self._tell_experts = tell_experts
-        self._ops, self._moe_ops = attention_ops(ops), moe_ops(ops)
         self.tables = tables
-        self.moe_layers = {
-            index: MoeLayer(
-                model.moe,
-                layer.moe,
-                exchange=exchange,
-                table=tables[index],
-                rank=rank,
-                ops=self._moe_ops,
-            )
-            for index, layer in enumerate(weights.layers)
+        self._alone = self._computers(ops, rank=rank, comm_sms=0)
+        self._beside_rows = self._computers(ops, rank=rank, comm_sms=comm_sms) if comm_sms else self._alone
+
+    def _computers(self, ops: str, *, rank: int, comm_sms: int) -> _Computers:
+        attention, moe = attention_ops(ops, comm_sms=comm_sms), moe_ops(ops, comm_sms=comm_sms)
+        model, exchange = self.model, self._exchange
+        layers = {
+            index: MoeLayer(model.moe, layer.moe, exchange=exchange, table=self.tables[index], rank=rank, ops=moe)
+            for index, layer in enumerate(self.weights.layers)
             if layer.moe is not None and model.moe is not None and exchange is not None
         }
+        return _Computers(attention=attention, moe=moe, moe_layers=layers)
 
     @property
     def may_overflow(self) -> bool:
@@ -130,21 +153,22 @@ class Decoder:
 
     def stages(self, batch: TrackInput) -> Generator[Pending[Any] | None, Any, DecoderOutput]:
         """Run the layers over one micro-batch; a rank with no tokens runs them as well, with T = 0."""
+        by = self._beside_rows if batch.cut else self._alone
         x_TD, update_TD = self.weights.embed_VD[batch.tokens_T], None
         rotation = angles(self.model.mla.rope, self.model.mla.qk_rope_head_dim, batch.view.positions_T, self.dtype)
-        plan = self._ops.plan(batch.view, config=self.model.mla, dtype=self.dtype)
+        plan = by.attention.plan(batch.view, config=self.model.mla, dtype=self.dtype)
         counts, chosen = [], []
         num_pairs = 0
         for index, layer in enumerate(self.weights.layers):
             down_XD, eps = layer.attention.down_XD, self.model.rms_norm_eps
-            x_TD, h = self._ops.add_norm(x_TD, update_TD, layer.input_norm_D, eps, before=down_XD)
-            attended_TD = yield from self._attention(h, layer, index, batch, rotation, plan)
-            x_TD, h = self._ops.add_norm(x_TD, attended_TD, layer.post_norm_D, eps)
+            x_TD, h = by.attention.add_norm(x_TD, update_TD, layer.input_norm_D, eps, before=down_XD)
+            attended_TD = yield from self._attention(h, layer, index, batch, rotation, plan, by.attention)
+            x_TD, h = by.attention.add_norm(x_TD, attended_TD, layer.post_norm_D, eps)
             h_TD = plain(h)
             if layer.dense is not None:
-                update_TD = self._moe_ops.mlp(h_TD, layer.dense)
+                update_TD = by.moe.mlp(h_TD, layer.dense)
                 continue
-            out = yield from self.moe_layers[index].stages(
+            out = yield from by.moe_layers[index].stages(
                 h_TD,
                 step=batch.step,
                 layer=index,
@@ -172,9 +196,16 @@ class Decoder:
         )
 
     def _attention(
-        self, h_TD: Rows, layer: LayerWeights, index: int, batch: TrackInput, rotation: Rotation, plan: Any
+        self,
+        h_TD: Rows,
+        layer: LayerWeights,
+        index: int,
+        batch: TrackInput,
+        rotation: Rotation,
+        plan: Any,
+        ops: AttentionOps,
     ) -> Generator[None, None, Tensor]:
-        config, view, cache, ops = self.model.mla, batch.view, self.cache, self._ops
+        config, view, cache = self.model.mla, batch.view, self.cache
         queries = project(
             h_TD, layer.attention, config=config, cache=cache, layer=index, view=view, rotation=rotation, ops=ops
         )
@@ -187,5 +218,5 @@ class Decoder:
 
         Rows of all tracks at once: the head is the largest of the matrices, and so it is read once a step.
         """
-        h_BD = plain(self._ops.norm(x_BD, self.weights.norm_D, self.model.rms_norm_eps))
+        h_BD = plain(self._alone.attention.norm(x_BD, self.weights.norm_D, self.model.rms_norm_eps))
         return linear(h_BD.to(self.weights.head_VD.dtype), self.weights.head_VD)

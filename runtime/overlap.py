@@ -80,9 +80,13 @@ def comm_share(config: DboConfig, hardware: Hardware) -> float:
     """Of the device's multiprocessors, what exchanges take. ValueError when that leaves none."""
     if not hardware.multiprocessors:
         return 0.0
-    if config.comm_sms >= hardware.multiprocessors:
-        raise ValueError(
-            f"comm_sms is {config.comm_sms}; {hardware.name} has {hardware.multiprocessors} multiprocessors, and "
-            "kernels need some, e.g. 20"
-        )
+    refuse_all_sms(config.comm_sms, device=hardware.name, multiprocessors=hardware.multiprocessors)
     return config.comm_sms / hardware.multiprocessors
+
+
+def refuse_all_sms(comm_sms: int, *, device: str, multiprocessors: int) -> None:
+    """ValueError when that leaves none to kernels."""
+    if comm_sms >= multiprocessors:
+        raise ValueError(
+            f"comm_sms is {comm_sms}; {device} has {multiprocessors} multiprocessors, and kernels need some, e.g. 20"
+        )

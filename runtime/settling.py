@@ -27,6 +27,7 @@ from .hardware import read_hardware
 from .kernel_choice import OpsName, choose_ops
 from .memory import MemoryNumbers, MemoryPlan, plan_memory
 from .model_config import ModelConfig, read_model_config
+from .overlap import refuse_all_sms
 from .rebalance import start_placements
 from .roofline import CostShape
 from .routing_record import check_writable
@@ -113,6 +114,7 @@ def settle(config: EngineConfig, *, local_size: int | None = None) -> Settled:
     """
     model = read_model_config(Path(config.model))
     device = _device(config.device)
+    _check_sms(config, device)
     placements = start_placements(config.eplb, model, ranks=config.ranks)
     check_writable(config.eplb, ranks=config.ranks)
     config = replace(config, scheduler=replace(config.scheduler, max_model_len=longest_request(config, model)))
@@ -296,6 +298,12 @@ def _device(name: str) -> torch.device:
             "device is 'cuda', but torch sees no CUDA device; install a CUDA build of torch and a driver, or use cpu"
         )
     return torch.device(name)
+
+
+def _check_sms(config: EngineConfig, device: torch.device) -> None:
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        refuse_all_sms(config.overlap.left_sms, device=found.name, multiprocessors=found.multi_processor_count)
 
 
 def _device_bytes(device: torch.device) -> int:

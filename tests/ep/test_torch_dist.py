@@ -8,12 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ep import TransportError
+from ep import TransportError, torch_dist
 from ep.torch_dist import address_of, listen, open_store, open_torch_dist
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -177,3 +179,11 @@ def test_a_torch_without_nccl_says_what_it_lacks():
     store = open_store("127.0.0.1", None, rank=0, size=1)
     with pytest.raises(ValueError, match=r"backend = 'nccl': torch .* here lacks NCCL, which .*; gloo runs on CPUs"):
         open_torch_dist(rank=0, size=1, backend="nccl", store=store, device="cuda:0")
+
+
+@pytest.mark.parametrize(("comm_sms", "max_ctas"), [(0, None), (1, 1), (16, 16), (20, 16), (131, 128)])
+def test_nccl_is_held_to_channels_that_fit_the_multiprocessors_left_to_it(comm_sms: int, max_ctas: int | None):
+    options = SimpleNamespace(config=SimpleNamespace(max_ctas=None))
+    torch_dist._nccl_options(options, comm_sms=comm_sms, limit=timedelta(seconds=3))
+    assert options.config.max_ctas == max_ctas
+    assert (options.is_high_priority_stream, options._timeout) == (True, timedelta(seconds=3))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+import runtime.decoder
 import runtime.launcher
+from attention_mla import attention_ops
 from dbo import Choice, OverlapState, most_tokens
 from dbo.policy import DboConfig, Need, Taken
+from moe import moe_ops
 from runtime import Engine, SamplingParams
 from runtime.batch import StepBatch
 from runtime.hardware import Hardware
@@ -19,7 +26,7 @@ from runtime.request import Request
 from runtime.rows import Proposal, Row, Rows
 from runtime.tracks import cut_rows
 from runtime.votes import Vote
-from tests.runtime.mixes import Ask, Settings, engine_config
+from tests.runtime.mixes import Ask, Settings, engine_config, run_mix
 from tests.runtime.test_invariance import check, mixed_asks
 from tests.runtime.tight import be_cramped
 
@@ -59,12 +66,12 @@ class Seen:
         self.bounds: dict[int, int] = {}
         plain_input = runtime.launcher.Launcher._track_input
 
-        def track_input(launcher, batch: StepBatch, terms, *, step: int, track: int, halves: bool):
+        def track_input(launcher, batch: StepBatch, terms, *, step: int, track: int, **how: bool):
             if track == 0:
                 self.tokens.setdefault(step, []).append([])
             self.tokens[step][-1].append(sum(row.num_tokens for row in batch.rows))
             self.bounds[step] = terms.bucket
-            return plain_input(launcher, batch, terms, step=step, track=track, halves=halves)
+            return plain_input(launcher, batch, terms, step=step, track=track, **how)
 
         monkeypatch.setattr(runtime.launcher.Launcher, "_track_input", track_input)
 
@@ -173,6 +180,50 @@ def test_what_a_track_may_have_follows_from_votes_alone():
     state = HeartbeatState(overlap=OverlapState(config=DboConfig(dbo="on", dbo_tracks=3)))
     plan, _ = decide([vote._replace(decode_tokens=600, decode_row=5) for vote in VOTES], state)
     assert plan.track_tokens == most_tokens(1100, num_tracks=3, longest_row=400)
+
+
+def test_kernels_leave_multiprocessors_to_exchanges_in_steps_that_are_cut_and_in_no_others(
+    small_v3: Path, monkeypatch: pytest.MonkeyPatch
+):
+    used: dict[tuple[str, int], int] = {}
+
+    def counting(room: str, make: Callable[..., Any], method: str) -> Callable[..., Any]:
+        def build(name: str, *, comm_sms: int = 0) -> Any:
+            ops = make(name, comm_sms=comm_sms)
+            plain = getattr(ops, method)
+
+            def counted(*args: Any, **how: Any) -> Any:
+                used[room, comm_sms] = used.get((room, comm_sms), 0) + 1
+                return plain(*args, **how)
+
+            setattr(ops, method, counted)
+            return ops
+
+        return build
+
+    monkeypatch.setattr(runtime.decoder, "attention_ops", counting("attention", attention_ops, "attend"))
+    monkeypatch.setattr(runtime.decoder, "moe_ops", counting("moe", moe_ops, "experts"))
+    asks = mixed_asks(8, 3)
+
+    def rooms(tracks: int) -> dict[tuple[str, int], int]:
+        used.clear()
+        run_mix(small_v3, asks, replace(BASE, tracks=tracks))
+        return dict(used)
+
+    whole, cut = rooms(1), rooms(2)
+    assert set(whole) == {("attention", 0), ("moe", 0)}
+    assert set(cut) == {("attention", 20), ("moe", 20)}
+
+
+@pytest.mark.parametrize("make", [attention_ops, moe_ops])
+def test_grids_that_stay_are_smaller_by_what_is_left_to_exchanges(make: Callable[..., Any], monkeypatch: Any):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    assert make("triton", comm_sms=20)._num_programs(torch.device("cuda")) == 112
+    assert make("triton")._num_programs(torch.device("cuda")) == 132
+
+
+def test_a_run_that_cuts_no_step_leaves_nothing():
+    assert (DboConfig(dbo="auto").left_sms, DboConfig(dbo="off").left_sms) == (20, 0)
 
 
 def test_exchanges_cannot_take_the_whole_device():
