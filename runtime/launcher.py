@@ -117,20 +117,15 @@ class Launcher:
     def _forward(self, rows: Rows, terms: Terms, plan: StepPlan) -> tuple[list[StepBatch], DecoderOutput]:
         """The layers over all rows, in as many tracks as the plan says; a batch a track, which are sampled in order."""
         cut = plan.tracks > 1
-        staggered = self._staggered and cut
         batches = [StepBatch.build(part, self._table) for part in cut_rows(rows, plan.tracks)]
         tracks = [
-            self._decoder.stages(
-                self._track_input(batch, terms, step=plan.step, track=track, halves=staggered, cut=cut)
-            )
+            self._decoder.stages(self._track_input(batch, terms, step=plan.step, track=track, cut=cut))
             for track, batch in enumerate(batches)
         ]
-        outputs = drive(tracks, lead=int(staggered), timeline=self._timeline)
+        outputs = drive(tracks, lead=int(cut and self._staggered), timeline=self._timeline)
         return batches, join_outputs(outputs)
 
-    def _track_input(
-        self, batch: StepBatch, terms: Terms, *, step: int, track: int, halves: bool, cut: bool
-    ) -> TrackInput:
+    def _track_input(self, batch: StepBatch, terms: Terms, *, step: int, track: int, cut: bool) -> TrackInput:
         return TrackInput(
             tokens_T=self._table.tokens[batch.view.slots_T, batch.view.positions_T],
             view=batch.view,
@@ -138,7 +133,7 @@ class Launcher:
             step=step,
             track=track,
             terms=terms,
-            halves=self._staggered and cut,
+            halves=cut and self._staggered,
             cut=cut,
         )
 
