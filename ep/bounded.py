@@ -2,9 +2,10 @@
 
     block    | header: tag, count | row | row | nothing .. |        equal on all ranks, so nobody asks how many come
 
-Nothing here is read by the host: counts, tags and whether everything fitted stay on the device until somebody looks at
-the flags. A row that does not fit is left behind and says so. Places without a row carry no slot, cost the experts
-nothing, and what comes back in them is never read.
+Nothing here is read by the host or copied from it, so that an exchange can be recorded and replayed (see `clock`):
+counts, tags and whether everything fitted stay on the device until somebody looks at the flags. A row that does not fit
+is left behind and says so. Places without a row carry no slot, cost the experts nothing, and what comes back in them is
+never read.
 
 Legend: T rows to send, D model, K top-k, R members, N = P places of all blocks, B bytes of a row.
 """
@@ -17,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .clock import TAG_WORDS, StepClock
 from .hops import HopBuffers, HopKinds, HopSpec, Landed, PairRows, rows_of
 from .layout import own_slots
 from .ops import ExchangeOps
@@ -28,7 +30,7 @@ from .tags import check_tags
 from .terms import Terms
 from .transport import Pending, Tag
 
-TAG_WORDS = HEADER_WORDS - 1
+assert HEADER_WORDS == TAG_WORDS + 1, "a header is a tag and a count"
 
 
 class Capacities(Protocol):
@@ -67,6 +69,11 @@ class Faults:
         self._heard.copy_(heard.where(is_first, self._heard))
         self._found.logical_or_(is_first)
 
+    @property
+    def found(self) -> Tensor:
+        """Bool scalar on the device: there was one. It stays up, and later ones are looked past."""
+        return self._found
+
     def check(self) -> None:
         """Raise TagMismatch for the first fault. The host waits for the device."""
         if self._found.item():
@@ -99,6 +106,7 @@ class BoundedHop:
         capacities: Capacities,
         overflow: Overflow,
         faults: Faults,
+        clock: StepClock,
     ) -> None:
         self._group = group
         self._spec = spec
@@ -108,6 +116,7 @@ class BoundedHop:
         self._capacities = capacities
         self._overflow = overflow
         self._faults = faults
+        self._clock = clock
 
     def send(self, rows: Rows, *, tag: Tag, terms: Terms) -> Pending[Landed]:
         spec, capacity = self._spec, self._capacities.dispatch(terms.bucket, terms.level)
@@ -121,10 +130,11 @@ class BoundedHop:
         send_PB = rows_of(self._buffers.out, places.rows_P.shape[0], spec.row.num_bytes)
         self._ops.pack(spec.row, rows, places.rows_P, send_PB)
         tag = tag._replace(kind=self._kinds.dispatch)
-        blocks = self._exchange(self._buffers.into, send_PB, spec.row.header(send_PB), places.counts_R, tag)
+        words = self._clock.words(tag)
+        blocks = self._exchange(self._buffers.into, send_PB, spec.row.header(send_PB), words, places.counts_R, tag)
 
         def land(landed_PB: Tensor) -> Landed:
-            counts_R = self._hear(spec.row.header(landed_PB), tag)
+            counts_R = self._hear(spec.row.header(landed_PB), words)
             landed = spec.row.fields(landed_PB)
             own = own_slots(landed.slots_NK, member=self._group.rank, slots_per_member=spec.slots_per_member)
             trail = BoundedTrail(places, rows.slots_NK, counts_R, terms)
@@ -138,10 +148,11 @@ class BoundedHop:
         send_PB = rows_of(self._buffers.into, sums.index_NJ.shape[0], back.block_row_bytes)
         self._ops.add_to_places(sums, back.values(send_PB))
         tag = tag._replace(kind=self._kinds.combine)
-        blocks = self._exchange(self._buffers.out, send_PB, _header(send_PB), trail.counts_R, tag)
+        words = self._clock.words(tag)
+        blocks = self._exchange(self._buffers.out, send_PB, _header(send_PB), words, trail.counts_R, tag)
 
         def find(back_PB: Tensor) -> Sums:
-            self._hear(_header(back_PB), tag)
+            self._hear(_header(back_PB), words)
             return Sums(back.values(back_PB), trail.places.back_TJ)
 
         return blocks.then(find)
@@ -155,37 +166,35 @@ class BoundedHop:
         if pairs.rows_MD.shape[0]:
             torch.index_select(pairs.rows_MD.to(back.dtype), 0, index_P, out=back.values(send_PB))
         tag = tag._replace(kind=self._kinds.combine)
-        blocks = self._exchange(self._buffers.out, send_PB, _header(send_PB), trail.counts_R, tag)
+        words = self._clock.words(tag)
+        blocks = self._exchange(self._buffers.out, send_PB, _header(send_PB), words, trail.counts_R, tag)
         index_TK = come_back(
             trail.slots_TK, trail.places.fits_TR, slots_per_member=spec.slots_per_member, capacity=capacity
         )
 
         def find(back_PB: Tensor) -> PairRows:
-            self._hear(_header(back_PB), tag)
+            self._hear(_header(back_PB), words)
             return PairRows(back.values(back_PB), index_TK)
 
         return blocks.then(find)
 
     def _exchange(
-        self, buffer: Tensor, send_PB: Tensor, header_PW: Tensor, counts_R: Tensor, tag: Tag
+        self, buffer: Tensor, send_PB: Tensor, header_PW: Tensor, words: Tensor, counts_R: Tensor, tag: Tag
     ) -> Pending[Tensor]:
         """Write the headers, then blocks to everybody."""
         num_places, row_bytes = send_PB.shape
         splits = (num_places // self._group.size,) * self._group.size
         heads_RW = header_PW[:: splits[0]]
-        heads_RW[:, :TAG_WORDS] = self._words(tag)
+        heads_RW[:, :TAG_WORDS] = words
         heads_RW[:, TAG_WORDS] = counts_R
         recv_PB = rows_of(buffer, num_places, row_bytes)
         return self._group.all_to_all(recv_PB, send_PB, recv_splits=splits, send_splits=splits, tag=tag)
 
-    def _hear(self, header_PW: Tensor, tag: Tag) -> Tensor:
+    def _hear(self, header_PW: Tensor, words: Tensor) -> Tensor:
         """Compare the headers' tags with ours; the counts, [members]."""
         heads_RW = header_PW[:: header_PW.shape[0] // self._group.size]
-        self._faults.compare(heads_RW[:, :TAG_WORDS], self._words(tag))
+        self._faults.compare(heads_RW[:, :TAG_WORDS], words)
         return heads_RW[:, TAG_WORDS].clone()
-
-    def _words(self, tag: Tag) -> Tensor:
-        return torch.tensor(tag, dtype=torch.int64, device=self._overflow.flag.device)
 
 
 def bounded_bytes(spec: HopSpec, *, dispatch: int, combine: int) -> tuple[int, int]:

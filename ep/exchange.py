@@ -25,6 +25,7 @@ from torch import Tensor
 from .blueprint import Blueprint
 from .bounded import BoundedHop, Faults, Overflow
 from .capacity import CapacityPlan
+from .clock import StepClock
 from .combine import COMBINES, Journey
 from .config import ExchangeConfig
 from .hops import FIRST, INSIDE, ExactHop, Hop, HopBuffers, Landed, PairRows, relay
@@ -147,6 +148,7 @@ class Exchange:
         self._may_overflow = any(hop.rows.may_overflow for hop in self._blueprint.places)
         self._meter = Meter(topology, transport.rank)
         self._overflow = Overflow(device)
+        self._clock = StepClock(device)
         groups = _groups(transport, topology, self._meter, num_hops=len(self._blueprint.specs))
         self._faults = [Faults(group, device) for group in groups]
         self._tracks = [self._build_track(groups) for _ in range(num_tracks)]
@@ -160,9 +162,17 @@ class Exchange:
         """Bool scalar on the device: something of this rank did not fit since the last call. None: nothing ever can."""
         return self._overflow.take() if self._may_overflow else None
 
+    def set_step(self, step: int) -> None:
+        """Before a replay of exchanges that were recorded with the step `clock.ON_DEVICE`: which step it is."""
+        self._clock.set(step)
+
+    def fault(self) -> Tensor | None:
+        """Bool scalar of its own on the device: a bounded exchange met a rank at another place of the program, at any
+        time until now. None: there are only exact ones, which raise by themselves."""
+        return torch.stack([faults.found for faults in self._faults]).any() if self._tracks[0][1] else None
+
     def check_faults(self) -> None:
-        """Raise TagMismatch if a bounded exchange met a rank at another place of the program. The host waits for the
-        device, so this is for when it reads the overflow flag anyway. (Exact ones raise by themselves.)"""
+        """Raise TagMismatch for the first of those, with the rank's name. The host waits for the device."""
         for faults in self._faults:
             faults.check()
 
@@ -188,7 +198,7 @@ class Exchange:
         wide weights.
 
         Exact hops wait for a header, no other for anything; a second hop starts when this is waited for. The tag's kind
-        is set here.
+        is set here. Its step may be `clock.ON_DEVICE` where hops are bounded.
         """
         self._check_input(x_TD, slots_TK, weights_TK)
         exact, bounded = self._tracks[tag.track]
@@ -254,7 +264,7 @@ class Exchange:
         parts = list(zip(groups, self._blueprint.specs, buffers, kinds, strict=True))
         exact: list[Hop] = [ExactHop(*part, self._ops) for part in parts]
         bounded: list[Hop] = [
-            BoundedHop(*part, self._ops, capacities=places, overflow=self._overflow, faults=faults)
+            BoundedHop(*part, self._ops, capacities=places, overflow=self._overflow, faults=faults, clock=self._clock)
             for part, places, faults in zip(parts, self._blueprint.places, self._faults, strict=False)
         ]
         return exact, bounded

@@ -68,6 +68,8 @@ class DecoderOutput:
     num_pairs   (token, expert) pairs that this rank's own experts computed, all layers together
     overflow    bool scalar, on the device: rows of this rank did not fit the exchange; None where all rows always do
     experts_LTK int64 experts of each token, -1 for a padded row; None where nobody asked for them
+    fault       bool scalar, on the device: a rank was elsewhere in the program in this step or before; None where the
+                exchange would have raised
     """
 
     hidden_BD: Tensor
@@ -75,6 +77,7 @@ class DecoderOutput:
     num_pairs: int = 0
     overflow: Tensor | None = None
     experts_LTK: Tensor | None = None
+    fault: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +150,7 @@ class Decoder:
             self_test(self._exchange)
 
     def check_faults(self) -> None:
-        """Raise TagMismatch if a rank was elsewhere in the program and the exchange did not ask; the host waits."""
+        """Raise TagMismatch if a rank was elsewhere in the program, as a step's `fault` says; the host waits."""
         if self._exchange is not None:
             self._exchange.check_faults()
 
@@ -193,6 +196,7 @@ class Decoder:
             num_pairs=int(num_pairs),
             overflow=overflow,
             experts_LTK=torch.stack(chosen) if chosen else None,
+            fault=self._exchange.fault() if self._exchange is not None else None,
         )
 
     def _attention(

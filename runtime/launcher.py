@@ -37,7 +37,7 @@ class Launched:
     terms       of each track's exchanges
     rows        in the order in which they were sampled
     sampled     None where no row samples
-    counts_LE   see `decoder.DecoderOutput`, as are num_pairs, overflow and experts_LTK
+    counts_LE   see `decoder.DecoderOutput`, as are num_pairs, overflow, experts_LTK and fault
     own_us      microseconds that this rank spent on it without waiting for others
     waited_us   those that it waited
     """
@@ -52,6 +52,7 @@ class Launched:
     own_us: int
     waited_us: int
     experts_LTK: Tensor | None = None
+    fault: Tensor | None = None
 
 
 class Launcher:
@@ -110,6 +111,7 @@ class Launcher:
             num_pairs=out.num_pairs,
             overflow=out.overflow,
             experts_LTK=out.experts_LTK,
+            fault=out.fault,
             own_us=own_us,
             waited_us=waited_us,
         )

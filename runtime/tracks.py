@@ -31,12 +31,14 @@ def join_outputs(outputs: Sequence[DecoderOutput]) -> DecoderOutput:
     """What the step left behind, from what its tracks did, in their order."""
     if len(outputs) == 1:
         return outputs[0]
-    flags = [output.overflow for output in outputs if output.overflow is not None]
+    overflows = [output.overflow for output in outputs if output.overflow is not None]
+    faults = [output.fault for output in outputs if output.fault is not None]
     experts = [output.experts_LTK for output in outputs if output.experts_LTK is not None]
     return DecoderOutput(
         hidden_BD=torch.cat([output.hidden_BD for output in outputs]),
         counts_LE=torch.stack([output.counts_LE for output in outputs]).sum(dim=0),
         num_pairs=sum([output.num_pairs for output in outputs]),
-        overflow=torch.stack(flags).any() if flags else None,
+        overflow=torch.stack(overflows).any() if overflows else None,
         experts_LTK=torch.cat(experts, dim=1) if experts else None,
+        fault=torch.stack(faults).any() if faults else None,
     )

@@ -279,8 +279,10 @@ class Worker:
         """Read steps until only `depth` are not; where nothing can be left behind they are clean, and finished."""
         while len(self.in_flight.unread) > depth:
             self.recorder.stamp(Phase.READ, self.sequence - 1)  # still the step that was agreed last
+            fault = self.in_flight.unread[0].fault
             self.in_flight.read()
-            self.decoder.check_faults()
+            if fault is not None and bool(fault):
+                self.decoder.check_faults()
         if not self.may_overflow:
             self._finish_up_to(self.in_flight.last_clean)
 

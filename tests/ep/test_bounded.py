@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ep import CapacityPlan, Kind, Pending, Tag, TagMismatch, Terms, Topology, run_ranks
+from ep.clock import ON_DEVICE, StepClock
 from ep.conformance import exchange_batch, expert, make_batch
 from ep.reference import dense_combine
 
@@ -254,6 +255,77 @@ def test_blocks_of_a_rank_out_of_step_are_found_when_somebody_looks(make, kind):
     for rank, error in enumerate(run_ranks(4, fn, timeout_s=LIMIT_S)):
         assert (error.culprit, error.rank) == (2, rank)
         assert (error.expected.layer, error.found.layer, error.found.kind) == (0, 1, kind)
+
+
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize("late", [None, 2])
+def test_a_replay_of_a_recorded_exchange_names_who_is_a_step_behind(make, way, late):
+    """What is recorded is a closure that knows no step: it runs again and again, and only the clock is set between."""
+
+    def fn(transport):
+        exchange, rank = bounded(make, transport, way), transport.rank
+        batch = batch_of("spread")
+        send(exchange, batch, rank, step=4)  # the warm-up
+
+        def replay() -> torch.Tensor:
+            return send(exchange, batch, rank, step=ON_DEVICE)
+
+        flags = []
+        for step in (5, 6, 7):
+            exchange.set_step(step - int(rank == late and step == 6))
+            found = replay()
+            flags.append(exchange.fault())
+        assert torch.allclose(found, truth_of(batch, rank), atol=1e-12)
+        try:
+            exchange.check_faults()
+        except TagMismatch as error:
+            return [bool(flag) for flag in flags], error
+        return [bool(flag) for flag in flags], None
+
+    results = run_ranks(4, fn, timeout_s=LIMIT_S)
+    if late is None:
+        assert results == [([False] * 3, None)] * 4
+        return
+    for rank, (flags, error) in enumerate(results):
+        if way[0] == "on" and rank == 1:
+            assert error is None  # exchanges rows with ranks 0 and 3 alone
+            continue
+        assert flags == [False, True, True]
+        assert {error.expected.step, error.found.step} == {6, 5}
+        # Of two that differ the higher rank is blamed; among four the one that is alone.
+        assert error.culprit == late or (way[0] == "on" and error.culprit == max(rank, late))
+
+
+def test_an_exact_exchange_has_no_fault_to_tell(make):
+    assert make(_Alone(), exchange="exact", hierarchical="off", **SIZES | {"round_tokens": 16}).fault() is None
+
+
+def test_a_clock_copies_nothing_from_the_host_once_a_tag_is_known():
+    clock, tag = StepClock("cpu"), Tag(7, 1, 0, 2, Kind.COMBINE)
+    assert clock.words(tag).tolist() == [7, 1, 0, 2, Kind.COMBINE]
+    with _Watch() as watch:
+        clock.set(8)
+        assert watch.names == ["aten.fill_.Scalar"]
+        words = clock.words(tag._replace(step=ON_DEVICE))
+        clock.set(8)
+    assert watch.names == ["aten.fill_.Scalar", "aten.cat.default"]
+    assert words.tolist() == [8, 1, 0, 2, Kind.COMBINE]
+
+
+class _Alone:
+    rank, size = 0, 1
+
+
+class _Watch(TorchDispatchMode):
+    """The names of what is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def test_counts_of_each_source_stay_on_the_device_and_are_true(make):
