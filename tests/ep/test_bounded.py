@@ -296,6 +296,25 @@ def test_a_replay_of_a_recorded_exchange_names_who_is_a_step_behind(make, way, l
         assert error.culprit == late or (way[0] == "on" and error.culprit == max(rank, late))
 
 
+@pytest.mark.parametrize("combine", ["ranks", "slots"])
+def test_rows_on_their_way_back_say_their_step_too(make, combine):
+    def fn(transport):
+        exchange, rank = bounded(make, transport, ("off", combine)), transport.rank
+        batch, tag = batch_of("spread"), TAG._replace(step=ON_DEVICE)
+        own = batch.own(rank)
+        exchange.set_step(6)
+        inputs = batch.x_GD[own], batch.slots_GK[own], batch.weights_GK[own]
+        arrivals = exchange.dispatch(*inputs, tag=tag, terms=Terms(bucket=12)).wait()
+        exchange.set_step(5 if rank == 2 else 6)
+        y = torch.zeros(arrivals.rows_M.shape[0], 6, dtype=torch.float64)
+        exchange.combine(y, arrivals, tag=tag).wait()
+        with pytest.raises(TagMismatch) as raised:
+            exchange.check_faults()
+        return raised.value.culprit, raised.value.expected.step, raised.value.found
+
+    assert run_ranks(4, fn, timeout_s=LIMIT_S) == [(2, 6, Tag(5, 0, 0, 0, Kind.COMBINE))] * 4
+
+
 def test_an_exact_exchange_has_no_fault_to_tell(make):
     assert make(_Alone(), exchange="exact", hierarchical="off", **SIZES | {"round_tokens": 16}).fault() is None
 

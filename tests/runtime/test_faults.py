@@ -38,12 +38,14 @@ class Late(Exchange):
         return super().dispatch(*row, tag=tag._replace(step=1) if (self.rank, tag.step) == (1, 2) else tag, **how)
 
 
-@pytest.mark.parametrize("async_depth", [0, 1])
+@pytest.mark.parametrize(("async_depth", "tracks"), [(0, 1), (1, 1), (1, 2)])
 def test_all_ranks_end_with_the_name_of_the_one_that_is_a_step_behind(
-    small_v3: Path, async_depth: int, monkeypatch: pytest.MonkeyPatch
+    small_v3: Path, async_depth: int, tracks: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(runtime.assembly, "Exchange", Late)
-    config = replace(engine_config(small_v3, replace(SETTINGS, async_depth=async_depth)), exchange=BOUNDED)
+    config = replace(
+        engine_config(small_v3, replace(SETTINGS, async_depth=async_depth, tracks=tracks)), exchange=BOUNDED
+    )
     with pytest.raises(TagMismatch) as raised, Engine(config) as engine:
         engine.generate([[5, 6, 7], [8]], SamplingParams(temperature=0.0, max_tokens=8))
     assert (raised.value.culprit, raised.value.expected.step, raised.value.found.step) == (1, 2, 1)
