@@ -80,11 +80,9 @@ class _Laid(NamedTuple):
     values: slice
     end: int
 
-    def copy(self) -> Tensor:
-        """Returns what was written last."""
+    def copy(self) -> None:
         for out, values in self.copies:
             out.copy_(values)
-        return out
 
 
 class LayerTransfer:
@@ -169,16 +167,17 @@ class LayerTransfer:
         for piece in pieces:
             piece.copy()
         host_NC = rows_NC.cpu()  # the same memory where it is the host's
-        view = memoryview(host_NC.view(-1).numpy())
+        view = host_NC.view(-1).numpy().data
         for piece in pieces:
             view[piece.values.stop : piece.end] = self._check(piece, view[piece.values], sent=True)
         rows_NC.copy_(host_NC)
 
     def _unpack(self, pieces: Sequence[_Laid], rows_NC: Tensor) -> None:
         """What is compared is what lies in the pool, not what came."""
-        view = memoryview(rows_NC.cpu().view(-1).numpy())
+        view = rows_NC.cpu().view(-1).numpy().data
         for piece in pieces:
-            staged = piece.copy()
+            piece.copy()
+            [(staged, _)] = piece.copies
             if view[piece.values.stop : piece.end] != self._check(piece, staged.cpu().numpy().data, sent=False):
                 haul = self.moves.hauls[piece.haul]
                 self._fail(Fault.CHECKSUM, f"expert {haul.expert} of slot {haul.source}")
