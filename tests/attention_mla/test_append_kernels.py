@@ -150,3 +150,24 @@ def test_a_row_of_the_models_takes_656_bytes():
     assert fp8_row_bytes(512, 64) == 656
     with pytest.raises(AssertionError, match="a latent of 100 does not fill groups of 128"):
         fp8_row_bytes(100, 64)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_token_is_appended_and_turned_alike_whoever_stands_beside(fp8: bool):
+    latent_TC, rope_TP, norm_C = inputs(5, 128, 6, torch.bfloat16)
+    whole_THP = numbers(5, 3, 6, dtype=torch.bfloat16, seed=4)
+
+    def appended(tokens: list[int]) -> tuple[Tensor, Tensor]:
+        stored_NX = torch.full((9, fp8_row_bytes(128, 6)), 0xFF, dtype=torch.uint8)
+        plain_NW = torch.full((9, 134), torch.nan, dtype=torch.bfloat16)
+        rows = LatentRows.fp8(stored_NX, rank=128, rope_dim=6) if fp8 else LatentRows.plain(plain_NW, 128)
+        at_T = torch.tensor(tokens)
+        rotation, out_THP = angles(ROPE, 6, at_T * 31, torch.bfloat16), torch.full_like(whole_THP[at_T], torch.nan)
+        given = {"norm_C": norm_C, "eps": 1e-6, "rotation": rotation, "interleaved": True}
+        append(latent_TC[at_T], rope_TP[at_T], places_T=at_T, rows=rows, **given)
+        turn_queries(whole_THP[at_T], rotation=rotation, interleaved=True, out_THP=out_THP)
+        return rows.stored_NX[3], out_THP[tokens.index(3)]
+
+    for among, alone in zip(appended([0, 1, 2, 3, 4]), appended([3]), strict=True):
+        assert torch.equal(among, alone)
+        assert not bool(among.isnan().any())

@@ -187,6 +187,17 @@ def test_fp8_rows_are_read_back_within_rounding_of_what_they_hold():
     assert_close(Case(requests=[(65, 1, 1), (3, 3, 2), (140, 2, 3)], heads=4, rank=256, dtype=torch.bfloat16, fp8=True))
 
 
+@pytest.mark.parametrize("context", [1, 63, 64, 65])
+def test_fp8_rows_around_page_and_split_borders(context: int):
+    assert_close(Case(requests=[(context, 1, 1)], heads=3, rank=128, dtype=torch.bfloat16, fp8=True))
+
+
+def test_a_row_over_fp8_does_not_depend_on_its_batch_mates():
+    case = Case(requests=[(7, 2, 1), (130, 1, 8)], heads=3, rank=128, dtype=torch.bfloat16, fp8=True, num_programs=2)
+    alone = run(replace(case, requests=[(130, 1, 8)], num_programs=1))
+    assert torch.equal(alone[0], run(case)[2])
+
+
 def test_a_long_context_is_merged_from_many_splits():
     assert_close(Case(requests=[(4097, 1, 1)], heads=1, split_tokens=512, rank=16))
 

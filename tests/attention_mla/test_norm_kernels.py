@@ -60,3 +60,32 @@ def test_a_last_group_may_be_partial():
     add_norm_fp8(x_TD, None, weight_D, 0.0, sum_TD=None, h_TD=h_TD, scales_TG=scales_TG)
     back_TD = h_TD.float() * scales_TG.repeat_interleave(128, dim=1)[:, :200]
     assert torch.allclose(back_TD, rms_norm(x_TD, weight_D, 0.0), rtol=2**-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_few_rows_in_fp8_are_ordinary(num_tokens: int):
+    x_TD, weight_D = numbers(num_tokens, 130, dtype=torch.bfloat16, seed=1), torch.ones(130, dtype=torch.bfloat16)
+    sum_TD, h_TD = torch.full_like(x_TD, torch.nan), torch.empty(num_tokens, 130, dtype=torch.float8_e4m3fn)
+    scales_TG = torch.full((num_tokens, 2), torch.nan)
+    add_norm_fp8(x_TD, x_TD, weight_D, 1e-5, sum_TD=sum_TD, h_TD=h_TD, scales_TG=scales_TG)
+    assert torch.equal(sum_TD, x_TD + x_TD)
+    back_TD = h_TD.float() * scales_TG.repeat_interleave(128, dim=1)[:, :130]
+    assert torch.allclose(back_TD, rms_norm(sum_TD, weight_D, 1e-5).float(), rtol=2**-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_its_batch_mates(dtype: torch.dtype):
+    x_TD, update_TD = numbers(5, 300, dtype=dtype, seed=1), numbers(5, 300, dtype=dtype, seed=2)
+    weight_D = numbers(300, dtype=dtype, seed=3)
+
+    def rows(part: slice) -> list[Tensor]:
+        x, update = x_TD[part], update_TD[part]
+        sums, plain = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+        narrow = torch.empty(x.shape, dtype=torch.float8_e4m3fn)
+        scales = torch.full((x.shape[0], 3), torch.nan)
+        add_norm(x, update, weight_D, 1e-5, sum_TD=sums, h_TD=plain)
+        add_norm_fp8(x, update, weight_D, 1e-5, sum_TD=sums, h_TD=narrow, scales_TG=scales)
+        return [sums, plain, narrow.view(torch.uint8), scales]
+
+    for among, alone in zip(rows(slice(None)), rows(slice(3, 4)), strict=True):
+        assert torch.equal(among[3], alone[0])
