@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
+from typing import Any
 
-from .config import EngineConfig
+from .config import CacheConfig, EngineConfig
 from .cost_group import expected_imbalance, group_of
 from .costs import Operations, StepCosts, StepShape, StepTime
 from .device_costs import DeviceCosts
@@ -24,8 +26,8 @@ from .overlap import comm_share
 from .roofline import CostShape
 from .settling import memory_numbers, settle_exchange
 
-BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-INTERVALS = (1, 2, 4, 8, 16, 32)
+BATCHES = (1, 2, 4, 8, 12, *range(16, 128, 8), *range(128, 257, 16), *range(288, 513, 32))
+LONGEST_INTERVAL = 64
 NEARLY = 1.02
 """An interval that gains less than this over a shorter one is not worth the wait."""
 
@@ -106,14 +108,23 @@ def copies_of(model: ModelConfig, ranks: int) -> list[int]:
 
 def points(site: Site, goals: Goals, *, ranks: Sequence[int], batches: Sequence[int] = BATCHES) -> Iterator[Point]:
     """Every deployment that fits, in no order."""
-    for size in ranks:
+    for size, cache in product(ranks, cache_choices(site.base.cache)):
         for copies in copies_of(site.model, size):
             for batch in batches:
                 config = _config(site, goals, ranks=size, copies=copies, batch=batch)
+                config = replace(config, cache=cache)
                 plan = plan_of(site, config)
                 if plan.shortfall_bytes or plan.concurrent_requests(goals.context) < batch:
                     break  # a larger batch needs more
                 yield from [point_of(site, goals, config, plan, tracks=tracks) for tracks in _tracks(size, batch)]
+
+
+def cache_choices(cache: CacheConfig) -> list[CacheConfig]:
+    """As asked; where the number format of latents is left open, in fp8 as well."""
+    if getattr(cache, "kv_cache_dtype", None) != "auto":
+        return [cache]
+    fp8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
+    return [cache, replace(cache, **fp8)]
 
 
 def config_of(site: Site, goals: Goals, *, ranks: int, batch: int) -> EngineConfig:
@@ -164,9 +175,13 @@ def meets(point: Point, goals: Goals) -> bool:
 
 
 def best(found: Sequence[Point]) -> Point:
-    """The most tokens a second and GPU; of those within a hundredth, the one with the shortest step."""
+    """The most tokens a second and GPU; of those within a hundredth the first in order of latents, then of steps.
+
+    Latents in the run's own format come first: fp8 is room, not speed, and changes results.
+    """
     most = max([point.tokens_per_gpu for point in found])
-    return min([point for point in found if point.tokens_per_gpu >= 0.99 * most], key=lambda point: point.tpot_ms)
+    near = [point for point in found if point.tokens_per_gpu >= 0.99 * most]
+    return min(near, key=lambda point: (getattr(point.config.cache, "kv_cache_dtype", "") == "fp8", point.tpot_ms))
 
 
 def pareto(found: Sequence[Point]) -> list[Point]:
@@ -206,7 +221,7 @@ def _beat(goals: Goals, *, ranks: int, batch: int, prompt_ms: float, decode_ms: 
     if not prompt_ms:
         return 1, 0.0
     beats: dict[int, float] = {}
-    for interval in INTERVALS if ranks > 1 else INTERVALS[:1]:
+    for interval in _intervals(goals, batch=batch) if ranks > 1 else (1,):
         per_rank = interval * batch / goals.output_len
         beats[interval] = prompt_ms * fullest_prompts(per_rank=per_rank, ranks=ranks)
     late = goals.ttft_ms
@@ -218,3 +233,10 @@ def _beat(goals: Goals, *, ranks: int, batch: int, prompt_ms: float, decode_ms: 
     least = min([decode_ms + beat_ms / interval for interval, beat_ms in kept.items()])
     chosen = min([interval for interval, beat in kept.items() if decode_ms + beat / interval <= NEARLY * least])
     return chosen, kept[chosen]
+
+
+def _intervals(goals: Goals, *, batch: int) -> list[int]:
+    """Powers of two, and those in which each rank gets about one prompt, or two, or three: those waste least."""
+    whole = [prompts * goals.output_len // batch for prompts in (1, 2, 3)]
+    powers = [1 << place for place in range(LONGEST_INTERVAL.bit_length())]
+    return sorted({interval for interval in (*powers, *whole) if 1 <= interval <= LONGEST_INTERVAL})
