@@ -33,14 +33,16 @@ def arithmetic(site: Site, goals: Goals, point: Point | None, *, why: str) -> li
 
 def settings_line(point: Point) -> str:
     """What is chosen, in words."""
-    config = point.config
-    cut = f"--dbo {config.overlap.dbo}"
-    copies = f"{config.eplb.num_redundant_experts} redundant experts"
+    config, ranks, interval = point.config, point.config.ranks, point.interval
     return (
-        f"groups of {config.ranks} ranks, {point.batch} requests a rank, {copies}, latents in {cache_dtype(config)}, "
-        f"{cut}, "
-        f"prompts every {point.interval} step{'' if point.interval == 1 else 's'}"
+        f"groups of {ranks} rank{_s(ranks)}, {point.batch} request{_s(point.batch)} a rank, "
+        f"{config.eplb.num_redundant_experts} redundant experts, latents in {cache_dtype(config)}, "
+        f"--dbo {config.overlap.dbo}, prompts every {interval} step{_s(interval)}"
     )
+
+
+def _s(number: int) -> str:
+    return "" if number == 1 else "s"
 
 
 def cache_dtype(config: EngineConfig) -> str:
@@ -105,7 +107,7 @@ def _step(site: Site, goals: Goals, point: Point) -> list[str]:
     held = -(-(_experts(site) + point.config.eplb.num_redundant_experts) // point.config.ranks)
     return [
         f"a decode step       {point.batch} requests with {goals.mean_context:,.0f} tokens each, in {parts} "
-        f"part{'' if parts == 1 else 's'}:",
+        f"part{_s(parts)}:",
         f"  attention         {step.attention_us / 1e3:7.2f} ms",
         f"  experts           {step.experts_us / 1e3:7.2f} ms  ({held} a layer here; the fullest rank gets "
         f"{point.imbalance:.2f} times the mean)",
@@ -127,7 +129,7 @@ def _prompts(goals: Goals, point: Point) -> list[str]:
     steps, per_rank = point.interval, point.interval * point.batch / goals.output_len
     return [
         f"a prompt            {goals.input_len:,} tokens: {point.prompt_ms:,.1f} ms",
-        f"prompts a rank      {steps} step{'' if steps == 1 else 's'} x {point.batch} / {goals.output_len:,} = "
+        f"prompts a rank      {steps} step{_s(steps)} x {point.batch} / {goals.output_len:,} = "
         f"{per_rank:.2f} on average; the fullest rank's take {point.beat_ms:,.1f} ms",
         f"TPOT                {point.decode_ms:.1f} + {point.beat_ms:,.1f} / {steps} = {point.tpot_ms:.1f} ms",
         f"TTFT                half of {steps - 1} steps, a beat and a step = {point.ttft_ms:,.0f} ms, and no wait "

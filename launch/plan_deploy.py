@@ -20,10 +20,10 @@ from runtime.config import EngineConfig
 from runtime.deployments import Point
 from runtime.goals import Goals
 
+from .config_profile import NOT_SETTINGS, setting_words
+
 if TYPE_CHECKING:
     from .plan_goals import Wish
-
-NOT_SETTINGS = ("model",)
 
 
 def settings_of(config: EngineConfig) -> dict[str, Any]:
@@ -121,19 +121,11 @@ def command_lines(model: str, config: EngineConfig, goals: Goals, *, profile: Pa
     return [*lines, *[f"  {' '.join(each)}" for each in (torchrun, mpirun, [*srun, *run, *meet])]]
 
 
-def setting_flag(name: str, value: Any) -> list[str]:
-    """A setting as words of a command line."""
-    flag = name.replace("_", "-")
-    if isinstance(value, bool):
-        return [f"--{flag}" if value else f"--no-{flag}"]
-    return [f"--{flag}", str(value)]
-
-
 def _setting_words(config: EngineConfig, profile: Path | None) -> list[str]:
     if profile is not None:
         return ["--profile", shlex.quote(str(profile))]
     settings = {name: value for name, value in settings_of(config).items() if name != "hardware"}
-    return [shlex.quote(word) for name, value in settings.items() for word in setting_flag(name, value)]
+    return [shlex.quote(word) for name, value in settings.items() for word in setting_words(name, value)]
 
 
 def _flat(config: Any, default: Any) -> Iterator[tuple[str, Any, Any]]:
