@@ -112,11 +112,12 @@ def points(site: Site, goals: Goals, *, ranks: Sequence[int], batches: Sequence[
         for copies in copies_of(site.model, size):
             for batch in batches:
                 config = _config(site, goals, ranks=size, copies=copies, batch=batch)
-                config = replace(config, cache=cache)
-                plan = plan_of(site, config)
+                config, settled = replace(config, cache=cache), _settled(site, replace(config, cache=cache))
+                plan = plan_of(site, settled)
                 if plan.shortfall_bytes or plan.concurrent_requests(goals.context) < batch:
                     break  # a larger batch needs more
-                yield from [point_of(site, goals, config, plan, tracks=tracks) for tracks in _tracks(size, batch)]
+                for tracks in _tracks(size, batch):
+                    yield _point(site, goals, config, settled, plan, tracks=tracks)
 
 
 def cache_choices(cache: CacheConfig) -> list[CacheConfig]:
@@ -138,10 +139,17 @@ def plan_of(site: Site, config: EngineConfig) -> MemoryPlan:
     return plan_memory(site.model, memory_numbers(config, site.model, device_bytes=device_bytes, on_gpu=site.on_gpu))
 
 
-def point_of(site: Site, goals: Goals, config: EngineConfig, plan: MemoryPlan, *, tracks: int) -> Point:
+def _settled(site: Site, config: EngineConfig) -> EngineConfig:
+    """With nothing left open about the exchange, so that the device's file need not be asked again."""
+    settled, _ = settle_exchange(config, site.model, local_size=None, on_gpu=site.on_gpu)
+    return replace(settled, hardware=None, cadence=replace(settled.cadence, itl_target_ms=None))
+
+
+def _point(
+    site: Site, goals: Goals, config: EngineConfig, settled: EngineConfig, plan: MemoryPlan, *, tracks: int
+) -> Point:
     """One deployment, timed."""
     batch = config.scheduler.max_num_seqs
-    settled, _ = settle_exchange(config, site.model, local_size=None, on_gpu=site.on_gpu)
     imbalance = expected_imbalance(settled, site.model, tokens=batch)
     group = group_of(settled, site.model, tokens=batch, imbalance=imbalance)
     operations = site.costs.operations(CostShape.of(site.model), group)

@@ -118,6 +118,14 @@ def test_tighter_goals_never_give_more_and_larger_groups_are_kept_to(planned):
     assert {point["batch"] for point in json.loads(planned(f"{SHOW} --batch 40 --json")[1][-1])["pareto"]} == {40}
 
 
+def test_other_settings_stay_as_they_were_asked_for(planned):
+    hardware = PROFILES / "hardware" / "h200.toml"
+    line = f"deepseek-v3 --gpus 8 --context 2048 --block-size 128 --itl-target-ms 200 --hardware {hardware}"
+    _, lines, _ = planned(line)
+    assert sum("--block-size 128" in each and "--itl-target-ms 200" in each for each in lines) == 3
+    assert "16 pages x 128 tokens" in labelled(lines)["a request's"]
+
+
 def test_no_deployment_beats_one_of_the_front_in_both(planned):
     front = json.loads(planned(f"{SHOW} --json")[1][-1])["pareto"]
     users = [point["tokens_per_s_per_user"] for point in front]
