@@ -20,23 +20,27 @@ from rich.table import Table
 from runtime.hardware import Hardware
 from runtime.hardware_file import check_target, write_hardware
 from runtime.kernel_bench import Rate, Sizes, hardware_of, measure_kernels
+from runtime.rate_bench import RateSizes, measure_rates
+from runtime.rates import Rates
 
 from .bench import commit, machine_line
+from .bench_rates import KIND, rate_lines
 from .refusal import refusals
 
 ABOUT = """\
 Measure what one core of this machine reaches: matrix products, memory, and the exchange among threads.
+With --save also what the parts of a layer take, for the cost model.
 
 Examples:
   serried bench kernels
   serried bench kernels --save profiles/hardware/cpu.toml
 
-The numbers are the peaks that the cost model divides by. It takes 3 to 8 seconds; CPU time leaves out waits and most
-of what else the machine does, but cores share caches and memory, so an idle machine measures best.
+The numbers are the peaks that the cost model divides by; with --save it gets times of operations, which are closer.
+It takes 3 to 8 seconds, and some 10 more with --save; CPU time leaves out waits and most of what else the machine does,
+but cores share caches and memory, so an idle machine measures best.
 """
 
 DONE = 0
-KIND = "CPU"
 DEVICE = f"{KIND}, one core"
 QUESTION = "How many operations and bytes a second does one core of this machine reach (CPU time of one thread)?"
 
@@ -58,10 +62,11 @@ def run(flags: KernelFlags) -> int:
     sizes = Sizes()
     rates = measure_kernels(sizes)
     hardware = hardware_of(rates, name=DEVICE)
+    parts = measure_rates(hardware, RateSizes()) if flags.save else None
     if flags.save:
         with refusals():
-            write_hardware(flags.save, hardware, kind=KIND, comment=comment_lines(flags.save))
-    tell(rates, hardware, sizes)
+            write_hardware(flags.save, hardware, kind=KIND, comment=comment_lines(flags.save), rates=parts)
+    tell(rates, hardware, sizes, parts)
     return DONE
 
 
@@ -75,7 +80,7 @@ def comment_lines(file: Path) -> list[str]:
     ]
 
 
-def tell(rates: Sequence[Rate], hardware: Hardware, sizes: Sizes) -> None:
+def tell(rates: Sequence[Rate], hardware: Hardware, sizes: Sizes, parts: Rates | None) -> None:
     """Print what was asked, where, with which settings, and what came out."""
     out = Console(highlight=False, soft_wrap=True)
     for line in (
@@ -87,6 +92,8 @@ def tell(rates: Sequence[Rate], hardware: Hardware, sizes: Sizes) -> None:
     ):
         out.print(line, markup=False)
     out.print(rate_table(rates))
+    for line in rate_lines(parts) if parts is not None else ():
+        out.print(line, markup=False)
     print(json.dumps(summary(rates, hardware)))
 
 

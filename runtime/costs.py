@@ -68,7 +68,7 @@ class LayerTime(NamedTuple):
 class StepFrame(NamedTuple):
     """What operations repeat over and what a step has once: layers with and without experts, head and host.
 
-    head_curve_us   the head over tokens, where it does not take the same for any number of them
+    head_curve_us, host_curve_us   over tokens, where they do not take the same for any number of them
     """
 
     moe_layers: int
@@ -76,10 +76,15 @@ class StepFrame(NamedTuple):
     head_us: float
     host_us: float
     head_curve_us: Curve | None = None
+    host_curve_us: Curve | None = None
 
     def head_at(self, tokens: float) -> float:
         """Microseconds of the head for so many tokens."""
         return self.head_us if self.head_curve_us is None else self.head_curve_us.at(tokens)
+
+    def host_at(self, tokens: float) -> float:
+        """Microseconds of the host for a step of so many tokens."""
+        return self.host_us if self.host_curve_us is None else self.host_curve_us.at(tokens)
 
 
 class Operations(Protocol):
@@ -143,7 +148,7 @@ class StepCosts:
             exchange_us=frame.moe_layers * layer.exchange_us,
             prefill_us=prefill_us,
             head_us=frame.head_at(tokens),
-            host_us=frame.host_us,
+            host_us=frame.host_at(tokens),
         )
 
     def layer_time(self, shapes: Sequence[StepShape], *, share: float = 1.0) -> LayerTime:

@@ -1,9 +1,10 @@
 """What any model's operations take on a device that was measured piece by piece: the `[rates]` of its hardware file.
 
     product   a million parameters times T tokens       floor: the weights are read; slope: they are multiplied
-    expert    the same of one routed expert, times the rows that visit it
+    expert    the same of one routed expert, times the rows that visit it; a call for each expert besides
     core      a token's attention over a context, for a million of heads x (2 latent + rope)
-    layer     all else in a layer, calls of functions included; host: all else in a step
+    layer     all else in a layer, calls of functions included, over tokens
+    host      all else in a step, over tokens
     exchange  dispatch and combine of a group, over the bytes that a rank sends there and back
 
 `serried bench kernels --save` writes them, and `serried bench exchange --save` the last. Times are one rank's own, so
@@ -15,6 +16,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ from .curves import Curve
 from .roofline import CostShape, RooflineOperations
 
 _MILLION = 1e6
-PARTS = ("product", "expert", "core", "layer", "host_us")
+_RATES_COMMENT = "# Microseconds; what each is counted for is said in runtime/rates.py."
+PARTS = ("product", "expert", "expert_call_us", "core", "layer", "host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +35,18 @@ class Rates:
 
     product_us    over tokens, for a million parameters
     expert_us     over rows of one expert, for a million of its parameters
+    expert_call_us   for each expert that is visited
     core_us       over the context of one token, for a million heads x (2 latent + rope)
-    layer_us      over tokens
+    layer_us, host_us   over tokens
     exchange_us   (ranks, curve over bytes) of every group that was measured, ascending; may be empty
     """
 
     product_us: Curve
     expert_us: Curve
+    expert_call_us: float
     core_us: Curve
     layer_us: Curve
-    host_us: float
+    host_us: Curve
     exchange_us: tuple[tuple[int, Curve], ...] = ()
 
 
@@ -63,8 +68,9 @@ class RatedOperations:
         shape, head = self.shape, self.rates.product_us
         millions = shape.vocab * shape.hidden / _MILLION
         curve = Curve(head.xs, tuple([millions * us for us in head.ys]))
-        host_us = self.bound.host_us or self.rates.host_us
-        return StepFrame(shape.moe_layers, shape.dense_layers, curve.ys[0], host_us, curve)
+        host = self.rates.host_us if not self.bound.host_us else None
+        host_us = self.bound.host_us or self.rates.host_us.ys[0]
+        return StepFrame(shape.moe_layers, shape.dense_layers, curve.ys[0], host_us, curve, host)
 
     def attention_us(self, tokens: float, context_len: float) -> float:
         """See `Operations`."""
@@ -115,7 +121,32 @@ class RatedOperations:
         missed = (1.0 - shape.top_k / shape.experts) ** (bound.ranks * mean_tokens)
         visited = max(held * (1.0 - missed), min(1.0, held))
         rows = bound.imbalance * mean_tokens * shape.top_k / visited
-        return visited * shape.expert / _MILLION * self.rates.expert_us.at(rows)
+        return visited * (shape.expert / _MILLION * self.rates.expert_us.at(rows) + self.rates.expert_call_us)
+
+
+def rates_text(rates: Rates) -> str:
+    """As the TOML that `read_rates` reads; three digits, for nothing measured is more exact."""
+    lines = [_RATES_COMMENT, "[rates]", f"expert_call_us = {_rounded(rates.expert_call_us)}"]
+    for name, x, curve in (
+        ("product", "tokens", rates.product_us),
+        ("expert", "rows", rates.expert_us),
+        ("core", "context", rates.core_us),
+        ("layer", "tokens", rates.layer_us),
+        ("host", "tokens", rates.host_us),
+    ):
+        lines += ["", f"[rates.{name}]", *_curve_lines(x, curve)]
+    for ranks, curve in rates.exchange_us:
+        lines += ["", "[[rates.exchange]]", f"ranks = {ranks}", *_curve_lines("bytes", curve)]
+    return "\n".join(lines) + "\n"
+
+
+def _curve_lines(x: str, curve: Curve) -> list[str]:
+    places = ", ".join([f"{place:g}" if place != int(place) else f"{int(place)}" for place in curve.xs])
+    return [f"{x} = [{places}]", f"us = [{', '.join([_rounded(value) for value in curve.ys])}]"]
+
+
+def _rounded(value: float) -> str:
+    return f"{float(f'{value:.3g}'):g}"
 
 
 def read_rates(path: Path | str) -> Rates | None:
@@ -146,17 +177,14 @@ def _rates(rates: Mapping[str, Any]) -> Rates:
     return Rates(
         product_us=_rising(rates["product"], "tokens"),
         expert_us=_rising(rates["expert"], "rows"),
+        expert_call_us=float(rates["expert_call_us"]),
         core_us=_rising(rates["core"], "context"),
         layer_us=_rising(rates["layer"], "tokens"),
-        host_us=float(rates["host_us"]),
+        host_us=_rising(rates["host"], "tokens"),
         exchange_us=tuple([(table["ranks"], _rising(table, "bytes")) for table in rates.get("exchange", [])]),
     )
 
 
 def _rising(table: Mapping[str, Any], x: str) -> Curve:
     """Times never fall as work grows; where they were measured to, noise did it, and the larger one holds."""
-    highest, ys = 0.0, []
-    for us in table["us"]:
-        highest = max(highest, us)
-        ys.append(highest)
-    return Curve(tuple(table[x]), tuple(ys))
+    return Curve(tuple(table[x]), tuple(accumulate(table["us"], max)))
