@@ -19,8 +19,8 @@ from .rates import Rates, rates_text, read_rates
 
 _TABLES = re.compile(r"^(?:#[^\n]*\n)*\[.*", re.MULTILINE | re.DOTALL)
 """From the comment over the first table's header to the end."""
-_RATES = re.compile(r"^(?:#[^\n]*\n)*\[\[?rates\b[^\[]*(?:\[[^\]\n]*,[^\]]*\][^\[]*)*", re.MULTILINE)
-"""A table of rates, with the comment over it: up to the next table's header. Lists have commas, headers have none."""
+_HEADER = re.compile(r"\[\[?([A-Za-z_]+)")
+"""A table's first line. Lines of numbers begin with a name, so no list is taken for one."""
 
 
 def check_target(path: Path, *, kind: str) -> None:
@@ -53,7 +53,7 @@ def write_hardware(
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     found = read_rates(path) if path.exists() else None
     kept = replace(rates, exchange_us=rates.exchange_us or (found.exchange_us if found else ())) if rates else found
-    tables = _TABLES.search(_RATES.sub("", before))
+    tables = _TABLES.search(_without_rates(before))
     text = hardware_text(hardware, comment=comment) + (f"\n{tables[0].rstrip()}\n" if tables else "")
     text += f"\n{rates_text(kept)}" if kept else ""
     if tomllib.loads(text).get("costs") != tomllib.loads(before).get("costs"):
@@ -64,6 +64,23 @@ def write_hardware(
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _without_rates(text: str) -> str:
+    """The file without its tables of rates, and without the comments right above each."""
+    kept: list[str] = []
+    in_rates = False
+    for line in text.splitlines():
+        header = _HEADER.match(line)
+        if header is not None:
+            in_rates = header[1] == "rates"
+            while in_rates and kept and kept[-1].startswith("#"):
+                kept.pop()
+        elif in_rates and line.startswith("#"):
+            in_rates = False  # of the next table
+        if not in_rates:
+            kept.append(line)
+    return "\n".join(kept) + "\n"
 
 
 def hardware_text(hardware: Hardware, *, comment: Sequence[str]) -> str:

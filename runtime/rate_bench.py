@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ from attention_mla.reference import Queries
 from moe import ExpertBank
 
 from .config import CacheConfig, EngineConfig
-from .costs import StepShape
+from .costs import StepCosts, StepShape, StepTime
 from .curves import Curve
 from .engine import Engine
 from .hardware import Hardware
@@ -52,15 +53,15 @@ _TAIL = 0.2
 """Of a measured time, at least this much is its own, whatever is taken off."""
 
 SMALL = {
-    "model_type": "deepseek_v3", "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-    "v_head_dim": 128, "first_k_dense_replace": 1, "moe_layer_freq": 1, "moe_intermediate_size": 32,
+    "model_type": "deepseek_v3", "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "q_lora_rank": 512, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "first_k_dense_replace": 1, "moe_layer_freq": 1, "moe_intermediate_size": 128,
     "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1,
     "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
     "hidden_act": "silu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "attention_bias": False, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 512,
 }  # fmt: skip
-"""A model in which nothing but calls takes time, with as many experts a layer as matter."""
+"""A small model that still fits in no cache: what its calls find there is what those of a large one find."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,7 @@ class RateSizes:
 
 
 def measure_rates(hardware: Hardware, sizes: RateSizes) -> Rates:
-    """All of them; the caller has set one thread. About ten seconds of a core with the usual sizes."""
+    """All of them; the caller has set one thread. Some twenty seconds of a core with the usual sizes."""
     assert torch.get_num_threads() == 1, f"{torch.get_num_threads()} threads; CPU time would count each of them"
     with torch.inference_mode():
         product_us = _product_curve(sizes)
@@ -100,6 +101,35 @@ def measure_rates(hardware: Hardware, sizes: RateSizes) -> Rates:
     )  # fmt: skip
     layer_us, host_us = _rest_curves(rates, hardware, sizes)
     return replace(rates, layer_us=layer_us, host_us=host_us)
+
+
+class Checked(NamedTuple):
+    """A decode step of so many requests: measured, and predicted part by part; microseconds."""
+
+    tokens: int
+    measured_us: float
+    predicted: StepTime
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1: below 0, the model is too fast."""
+        return self.predicted.total_us / self.measured_us - 1.0
+
+
+def check_rates(config: Path, rates: Rates, hardware: Hardware, sizes: RateSizes) -> list[Checked]:
+    """Decode steps of a model with random weights on one rank, beside what `rates` say of them."""
+    steps_us = _decode_steps(config, sizes)
+    operations = _operations(rates, hardware, read_model_config(config))
+    costs, context = StepCosts(operations), sizes.prompt_len + sum(sizes.outputs) / 2
+    return [
+        Checked(tokens, us, costs.step_time([StepShape(decode_tokens=tokens, context_len=context)]))
+        for tokens, us in zip(sizes.decode_tokens, steps_us, strict=True)
+    ]
+
+
+def _operations(rates: Rates, hardware: Hardware, model: ModelConfig) -> RatedOperations:
+    bound = RooflineOperations(shape=CostShape.of(model), hardware=hardware, ranks=1)
+    return RatedOperations(rates=rates, bound=bound)
 
 
 def _product_curve(sizes: RateSizes) -> Curve:
@@ -183,9 +213,9 @@ def _mla_weights(config: MlaConfig) -> MlaWeights:
 def _rest_curves(rates: Rates, hardware: Hardware, sizes: RateSizes) -> tuple[Curve, Curve]:
     """What is left of a layer, and of a step, when the operations by `rates` are taken off."""
     shallow, deep = sizes.depths
-    steps_us = {depth: _decode_steps(depth, sizes) for depth in sizes.depths}
-    shape = CostShape.of(read_small_config(shallow))
-    operations = RatedOperations(rates=rates, bound=RooflineOperations(shape=shape, hardware=hardware, ranks=1))
+    with tempfile.TemporaryDirectory() as folder:
+        steps_us = {depth: _decode_steps(_write_small(Path(folder), depth), sizes) for depth in sizes.depths}
+    operations = _operations(rates, hardware, read_small_config(shallow))
     layers, hosts = [], []
     for place, tokens in enumerate(sizes.decode_tokens):
         step = StepShape(decode_tokens=tokens, context_len=sizes.prompt_len + sum(sizes.outputs) / 2)
@@ -211,25 +241,26 @@ def _write_small(folder: Path, depth: int) -> Path:
     return path
 
 
-def _decode_steps(depth: int, sizes: RateSizes) -> list[float]:
+def _decode_steps(path: Path, sizes: RateSizes) -> list[float]:
     """Microseconds of CPU time that a decode step of each number of requests takes."""
     few, many = sizes.outputs
-    with tempfile.TemporaryDirectory() as folder:
-        config = EngineConfig(
-            model=str(_write_small(Path(folder), depth)),
-            load_format="dummy",
-            cache=CacheConfig(num_blocks=2 * max(sizes.decode_tokens)),
-            scheduler=SchedulerConfig(max_num_seqs=max(sizes.decode_tokens), enable_prefix_caching=False),
-        )
-        with Engine(config) as engine:
-            taken = []
-            for tokens in sizes.decode_tokens:
-                _decode(engine, tokens, sizes, outputs=few)
-                tried = [
-                    _decode(engine, tokens, sizes, outputs=many) - _decode(engine, tokens, sizes, outputs=few)
-                    for _ in range(sizes.tries)
-                ]
-                taken.append(max(statistics.median(tried), 1.0) / (many - few))
+    pages = -(-(sizes.prompt_len + many) // CacheConfig().block_size)
+    config = EngineConfig(
+        model=str(path),
+        load_format="dummy",
+        dtype="bfloat16",
+        cache=CacheConfig(num_blocks=(1 + pages) * max(sizes.decode_tokens)),
+        scheduler=SchedulerConfig(max_num_seqs=max(sizes.decode_tokens), enable_prefix_caching=False),
+    )
+    taken = []
+    with Engine(config) as engine:
+        for tokens in sizes.decode_tokens:
+            _decode(engine, tokens, sizes, outputs=few)
+            tried = [
+                _decode(engine, tokens, sizes, outputs=many) - _decode(engine, tokens, sizes, outputs=few)
+                for _ in range(sizes.tries)
+            ]
+            taken.append(max(statistics.median(tried), 1.0) / (many - few))
     return taken
 
 

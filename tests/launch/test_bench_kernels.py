@@ -54,6 +54,19 @@ def test_the_last_line_is_json_and_the_profile_holds_the_same(tmp_path: Path, ca
     assert path.read_text().startswith(f"# Measured by: serried bench kernels --save '{path}'\n# machine   ")
 
 
+def test_steps_of_a_model_are_predicted_and_measured(capsys: pytest.CaptureFixture[str]):
+    assert run_command("bench", ["kernels", "--check", "tiny-v3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    steps = json.loads(lines[-1])["steps"]
+    assert [step["requests"] for step in steps] == [1, 2]
+    for step in steps:
+        assert step["predicted_ms"] > 0 < step["measured_ms"]
+        assert step["error"] == pytest.approx(step["predicted_ms"] / step["measured_ms"] - 1, abs=0.05)
+    assert sum(" requests: a step takes " in line for line in lines) == 2
+    assert run_command("bench", ["kernels", "--check", "tiny-v4"]) == REFUSED
+    assert "did you mean tiny-v3?" in capsys.readouterr().err
+
+
 def test_a_foreign_file_is_refused_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
