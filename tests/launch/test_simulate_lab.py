@@ -55,9 +55,10 @@ def test_weights_change_where_requests_go_and_the_reason_says_why(capsys):
 
 
 def test_what_was_queued_counts_for_the_next_request(capsys):
-    record = json.loads(simulated("route --requests 8 --queued 0 0 --used 0 0 --matched 0 0 --json", capsys)[-1])
-    assert sorted(record["ranks"]) == [0] * 4 + [1] * 4
-    assert record["offers"][0][0] == {"queue": 0, "prefix": 4096, "cache": 0}
+    line = "route --requests 4 --queued 0 3000 --used 0 0 --matched 0 0 --routing-prefix-weight 0 --json"
+    record = json.loads(simulated(line, capsys)[-1])
+    assert record["ranks"] == [0, 1, 0, 0]
+    assert [offers[0]["queue"] for offers in record["offers"]] == [0, 4096, 4096, 4096 + 64]
 
 
 def test_a_draining_rank_is_not_asked(capsys):
