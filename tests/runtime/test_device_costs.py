@@ -11,6 +11,7 @@ import torch
 
 from ep import ExchangeConfig, Topology
 from ep.blueprint import Blueprint
+from runtime.cadence import CadenceConfig
 from runtime.config import EngineConfig
 from runtime.cost_group import expected_imbalance, group_of
 from runtime.costs import StepCosts, StepShape
@@ -157,3 +158,12 @@ def test_a_configuration_becomes_the_group_it_makes():
     assert expected_imbalance(config, V3_MODEL, tokens=128) > 2
     moving = replace(config, eplb=replace(config.eplb, enable_eplb=True, num_redundant_experts=32))
     assert expected_imbalance(moving, V3_MODEL, tokens=128) < 1.2
+
+
+def test_ranks_with_a_latency_target_agree_wherever_the_devices_file_lies():
+    """The digest of a configuration with a target: it needs a device, and only where its file lies may differ."""
+    here, there = (
+        EngineConfig(model="m", hardware=path, cadence=CadenceConfig(itl_target_ms=40)) for path in ("a.toml", "b.toml")
+    )
+    assert here.digest("model") == there.digest("model")
+    assert EngineConfig(model="m").digest("model") != EngineConfig(model="m", hardware="a.toml").digest("model")
