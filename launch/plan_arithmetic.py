@@ -47,7 +47,7 @@ def _s(number: int) -> str:
 
 def cache_dtype(config: EngineConfig) -> str:
     """Number format of latents."""
-    named = getattr(config.cache, "kv_cache_dtype", "auto")
+    named = config.cache.kv_cache_dtype
     if named != "auto":
         return named
     return "bfloat16" if config.dtype == "auto" else config.dtype

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 
-from runtime.config import CacheConfig, EngineConfig
+from runtime.config import EngineConfig
 
 from .config_profile import setting_words
 from .generate import GenerateFlags
@@ -244,8 +244,6 @@ def _take(found: Translation, name: str, rule: Rule, values: list[str]) -> None:
         except ValueError as error:
             raise ValueError(f"--{name}: {error}") from error
     kind, why = rule.kind, rule.says
-    if "kv_cache_dtype" in settings and "kv_cache_dtype" not in {item.name for item in fields(CacheConfig)}:
-        settings, kind, why = {}, "none", "latents are kept in the run's own format; no other is allocated yet"
     found.settings.update(settings)
     here = " ".join([word for key, value in settings.items() for word in setting_words(key, value)])
     found.lines.append(Line(said=said, here=here, kind=kind, why=why))

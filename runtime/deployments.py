@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any
 
 from .config import CacheConfig, EngineConfig
 from .cost_group import expected_imbalance, group_of
@@ -122,10 +121,9 @@ def points(site: Site, goals: Goals, *, ranks: Sequence[int], batches: Sequence[
 
 def cache_choices(cache: CacheConfig) -> list[CacheConfig]:
     """As asked; where the number format of latents is left open, in fp8 as well."""
-    if getattr(cache, "kv_cache_dtype", None) != "auto":
+    if cache.kv_cache_dtype != "auto":
         return [cache]
-    fp8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
-    return [cache, replace(cache, **fp8)]
+    return [cache, replace(cache, kv_cache_dtype="fp8")]
 
 
 def config_of(site: Site, goals: Goals, *, ranks: int, batch: int) -> EngineConfig:
@@ -189,7 +187,7 @@ def best(found: Sequence[Point]) -> Point:
     """
     most = max([point.tokens_per_gpu for point in found])
     near = [point for point in found if point.tokens_per_gpu >= 0.99 * most]
-    return min(near, key=lambda point: (getattr(point.config.cache, "kv_cache_dtype", "") == "fp8", point.tpot_ms))
+    return min(near, key=lambda point: (point.config.cache.kv_cache_dtype == "fp8", point.tpot_ms))
 
 
 def pareto(found: Sequence[Point]) -> list[Point]:

