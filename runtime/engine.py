@@ -18,7 +18,7 @@ from ep import SerriedError
 
 from .assembly import OnPlan
 from .config import EngineConfig
-from .intake import Intake
+from .intake import Bounds, Intake
 from .memory import MemoryPlan
 from .model_config import ModelConfig
 from .outputs import News, Note, RequestOutput, TokenEvent
@@ -59,7 +59,8 @@ class Engine:
         self.config = config
         self._ranks: Ranks = ranks or ThreadRanks(config, drafter=drafter, on_plan=on_plan, on_progress=on_progress)
         self._open: dict[str, RequestOutput] = {}
-        self._intake = Intake(self._ranks.facts, num_ranks=config.ranks, seed=config.seed)
+        facts = self._ranks.facts
+        self._intake = Intake(Bounds.of(facts.model, facts.capacities), seed=config.seed)
         self.notices: list[str] = []
         self._on_notice = on_notice
         self._kept: list[RequestOutput] = []  # answers that nobody has taken yet

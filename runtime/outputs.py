@@ -6,11 +6,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
 from .request import FinishReason
-from .samples import TokenLogprob
+
+
+class TokenLogprob(NamedTuple):
+    """A sampled token and how likely it was; `top` maps the most likely token ids to log-probabilities, in order."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

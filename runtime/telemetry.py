@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from eplb.goal import RebalanceStats
+from eplb.stats import RebalanceStats
 
 from .rows import Rows
 
