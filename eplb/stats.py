@@ -1,4 +1,4 @@
-"""What a rank counts of its group's rebalances. Values only, without a tensor library: they travel to the front door."""
+"""What a rank counts of its rebalances: values that travel to the front door, so there is no tensor library here."""
 
 from __future__ import annotations
 

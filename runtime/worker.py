@@ -216,6 +216,7 @@ class Worker:
             experts=self.experts.stats,
             cut_steps=self.state.overlap.counts.get(Choice.CUT, 0),
             uncut_steps=uncut_words(self.state.overlap),
+            beat_wait_s=counters.beat_wait_ns / 1e9,
         )
 
     def _read_inbox(self) -> None:
@@ -230,9 +231,11 @@ class Worker:
     def _agree(self, proposal: Proposal) -> StepPlan:
         self.recorder.stamp(Phase.VOTE, self.sequence)
         gathering = self.control.gather(self._vote(proposal).row(), sequence=self.sequence)
+        waited_ns = self.recorder.waited_ns
         self.recorder.wait()
         votes = [Vote.from_row(row) for row in gathering.wait()]
         self.recorder.go_on()
+        self.counters.beat_wait_ns += self.recorder.waited_ns - waited_ns
         self.experts_ready = [vote.migration_ready for vote in votes]
         self.counters.voted([vote.expert_pairs for vote in votes])
         self.sequence += 1
