@@ -28,6 +28,7 @@ from . import (
     eplb,
     generate,
     plan,
+    serve,
     shard,
     simulate,
 )
@@ -71,6 +72,7 @@ COMMANDS = {
     "eplb": Command(flags=eplb.EplbFlags, run=eplb.run, about=eplb.ABOUT),
     "generate": Command(flags=generate.GenerateFlags, run=generate.run, about=generate.ABOUT, starts_ranks=True),
     "plan": Command(flags=plan.PlanFlags, run=plan.run, about=plan.ABOUT),
+    "serve": Command(flags=serve.ServeFlags, run=serve.run, about=serve.ABOUT, starts_ranks=True),
     "shard": Command(flags=shard.ShardFlags, run=shard.run, about=shard.ABOUT),
     "simulate": Command(flags=simulate.SimulateFlags, run=simulate.run, about=simulate.ABOUT),
 }

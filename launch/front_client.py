@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self
 
-from runtime.samples import TokenLogprob
+from runtime.outputs import TokenLogprob
 from runtime.sampling_params import SamplingParams
 from runtime.telemetry import RankStats
 

@@ -1,4 +1,4 @@
-"""How much a front door lets in, and how long it waits for who reads slowly. Frozen; names, defaults and ranges."""
+"""How much a front door lets in, and how much it keeps for who reads slowly. Frozen; names, defaults and ranges."""
 
 from __future__ import annotations
 
@@ -26,13 +26,8 @@ class FrontConfig:
     outbox_tokens: int = 8192
     """Tokens that wait for a slow reader of a stream, before it is dropped and its request aborted."""
 
-    slow_reader_s: float = 30.0
-    """Seconds that a token waits for a slow reader, before the reader is dropped."""
-
     def __post_init__(self) -> None:
         for name in ("max_queued_tokens", "max_open_requests", "stream_interval", "outbox_tokens"):
             at_least(name, getattr(self, name), 1, neighbour=1024)
-        for name in ("max_cache_demand", "slow_reader_s"):
-            value = getattr(self, name)
-            if not 0.0 < value < float("inf"):
-                raise ValueError(f"{name} is {value}; it must be a number above 0, e.g. 4.0")
+        if not 0.0 < self.max_cache_demand < float("inf"):
+            raise ValueError(f"max_cache_demand is {self.max_cache_demand}; it must be a number above 0, e.g. 4.0")

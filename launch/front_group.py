@@ -1,7 +1,7 @@
 """The group of ranks as the front door runs it: whether it is well, what it says, and when it steps.
 
 A wave is started when somebody is in the house and no wave runs; ranks leave it together when nobody has anything left
-to do. Everything happens in the thread of one event loop. Knows letters and states; does not know sockets, gRPC or text:
+to do. Everything happens in the thread of one event loop. Knows letters and states; does not know sockets or gRPC, and
 what becomes of a single request is `front_house`'s.
 """
 

@@ -40,6 +40,8 @@ class GroupSettings:
     caches_prefixes: bool = True
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     limits: FrontConfig = field(default_factory=FrontConfig)
+    slow_reader_s: float = 30.0
+    """A token waits so long for who reads slowly, before the reader is dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,7 @@ class House:
         clock: Callable[[], float],
     ) -> None:
         self._limits = settings.limits
+        self._slow_reader_s = settings.slow_reader_s
         self._send = send
         self._on_empty = on_empty
         self._clock = clock
@@ -160,11 +163,11 @@ class House:
 
     def sweep(self) -> None:
         """Drop who has not read for long."""
-        limit = self._clock() - self._limits.slow_reader_s
+        limit = self._clock() - self._slow_reader_s
         for entry in list(self._open.values()):
             since = entry.stream.oldest_wait
             if since is not None and since < limit:
-                self._drop(entry, f"it has not read for {self._limits.slow_reader_s:g} s")
+                self._drop(entry, f"it has not read for {self._slow_reader_s:g} s")
 
     def _let_in(self, request: Request, ask: Ask, *, pages: int) -> OpenStream:
         """Place every answer of a request that is welcome."""

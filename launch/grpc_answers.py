@@ -15,7 +15,7 @@ from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
-from runtime.samples import TokenLogprob
+from runtime.outputs import TokenLogprob
 
 from .detokenizer import StopWatch
 from .front_client import Chunk

@@ -48,7 +48,7 @@ from .world import World
 
 TransportName = Literal["auto", "threads", "gloo", "mpi", "nccl"]
 
-ENDPOINTS = ("control", "pulse", "store", "front")
+ENDPOINTS = ("control", "pulse", "store")
 LAST_WORDS_S = 0.8
 """How long the command may take to say what becomes of its requests when the group has failed."""
 

@@ -54,13 +54,14 @@ class WireMailbox:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._events, zmq.POLLIN)
-        while not self._found:
+        while True:
             self._look_for_front()
+            self._read()  # after that look: what was said before it went is here by then
+            if self._found:
+                return self._found.popleft()
             if self.front_is_gone:
                 return EndLetter()
             poller.poll()
-            self._read()
-        return self._found.popleft()
 
     def take(self) -> list[Item]:
         """For the protocol see `mailbox.Mailbox`; called once a step, and so is the servant."""
