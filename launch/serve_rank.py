@@ -114,7 +114,7 @@ def _step(place: Place, wire: Wire, world: World, telling: Telling, door: FrontP
             kv_log=log,
         )
         mailbox.close()
-    if mailbox.front_is_gone:
+    if mailbox.is_orphaned:
         telling.say(f"rank {world.rank} ends: the front door is gone")
         return FAILED
     return DONE

@@ -41,7 +41,13 @@ class WireMailbox:
         self._events = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._found: deque[ToRank] = deque()
         self._servant: Servant | None = None
-        self.front_is_gone = False
+        self._front_is_gone = False
+        self._was_ended = False
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether the front door went without a word of the end."""
+        return self._front_is_gone and not self._was_ended
 
     def attach(self, servant: Servant) -> None:
         """Who does what is asked besides requests, before the first letter is taken."""
@@ -58,8 +64,10 @@ class WireMailbox:
             self._look_for_front()
             self._read()  # after that look: what was said before it went is here by then
             if self._found:
-                return self._found.popleft()
-            if self.front_is_gone:
+                letter = self._found.popleft()
+                self._was_ended = isinstance(letter, EndLetter)
+                return letter
+            if self._front_is_gone:
                 return EndLetter()
             poller.poll()
 
@@ -70,7 +78,7 @@ class WireMailbox:
         assert self._servant is not None, "a wave runs without a servant"
         self._servant.turn()
         self._look_for_front()
-        if self.front_is_gone:
+        if self._front_is_gone:
             items += [Abort(request_id=request_id) for request_id in self._servant.unfinished_ids()]
         return items
 
@@ -79,7 +87,7 @@ class WireMailbox:
         try:
             self._socket.send(pack(letter), zmq.NOBLOCK, copy=False)
         except zmq.Again:
-            self.front_is_gone = True
+            self._front_is_gone = True
 
     def close(self, *, linger_s: float = 2.0) -> None:
         """Leave; what is said already may take so long to be on its way."""
@@ -90,7 +98,7 @@ class WireMailbox:
     def _look_for_front(self) -> None:
         if has_message(self._events):
             recv_monitor_message(self._events, zmq.NOBLOCK)
-            self.front_is_gone = True
+            self._front_is_gone = True
 
     def _read(self) -> None:
         while has_message(self._socket):
