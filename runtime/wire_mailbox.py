@@ -93,7 +93,7 @@ class WireMailbox:
         """Leave; what is said already may take so long to be on its way."""
         self._socket.disable_monitor()
         self._events.close(0)
-        self._socket.close(int(1000 * linger_s))
+        self._socket.close(0 if self._front_is_gone else int(1000 * linger_s))
 
     def _look_for_front(self) -> None:
         if has_message(self._events):
