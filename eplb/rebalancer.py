@@ -24,10 +24,11 @@ from torch import Tensor
 from ep import Kind, SerriedError, Tag, Transport
 from moe import ExpertPlacement
 
-from .goal import Goal, Planner, Question, RebalanceStats
+from .goal import Goal, Planner, Question
 from .load import ExpertLoad, LoadWindow, balancedness
 from .migration import ExpertLayer, Fault, Fetch, LayerTransfer, Pool
 from .moves import CELL_BYTES, Speeds, diff, piece_cells, settle_in
+from .stats import RebalanceStats
 
 PLAN_LAYERS = 4
 """Layers planned in one step."""

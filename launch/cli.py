@@ -23,6 +23,7 @@ from io import TextIOWrapper
 from typing import Any, NoReturn, TextIO, cast
 
 from .as_rank import Child, take_child
+from .front_start import comes_first, front_command
 from .house import home, house_fault, room_folders
 
 ABOUT = """\
@@ -37,6 +38,7 @@ commands:
   eplb       Show how evenly experts are used in a recording, and what each placement policy would gain.
   generate   Decode prompts and print the text.
   plan       Say what a model needs on each rank, and what to run on so many GPUs, without loading it.
+  serve      Serve a model over gRPC, with a front door of its own before the ranks.
   shard      Write one file for each rank's share of a checkpoint, for fast starts.
   simulate   Show what the prefill cadence does to ranks in lockstep, without a device.
 
@@ -50,7 +52,7 @@ examples:
 
 `serried COMMAND --help` lists a command's flags.
 """
-COMMANDS = ("bench", "config", "doctor", "eplb", "generate", "plan", "shard", "simulate")
+COMMANDS = ("bench", "config", "doctor", "eplb", "generate", "plan", "serve", "shard", "simulate")
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -91,6 +93,9 @@ def _run(words: list[str], child: Child | None) -> int:
     if fault:
         _say(fault)
         return REFUSED
+    if child is None and comes_first(words, os.environ):
+        sys.stdout.flush()
+        os.execv(sys.executable, front_command(*words))  # the same process goes on without the engine
     with _interrupts_held():
         # Deferred until the house is known to be ours; see above.
         from .commands import run_command

@@ -25,7 +25,7 @@ from runtime.front import accept_ranks, call_front
 from runtime.mailbox import LinkMailbox
 from runtime.process_ranks import ProcessRanks
 from runtime.progress import OnProgress
-from runtime.settling import settle
+from runtime.settling import Settled, settle
 from runtime.thread_ranks import ThreadRanks
 
 from .as_rank import Child, hush, on_parent_death
@@ -72,28 +72,19 @@ def engine_of(config: EngineConfig, flags: GroupFlags, start: Start, telling: Te
     if world.size == 1 and (config.ranks == 1 or flags.transport == "threads"):
         yield from _threads(config, flags, telling)
         return
-    if world.source == "torchrun":
-        on_parent_death(signal.SIGKILL)  # its agent does not watch over what it leaves when it is killed itself
-    if world.size == 1:
-        world = own_world(0, config.ranks)
-    config = replace(config, ranks=world.size)
-    settled = settle(
-        config, local_size=world.even_local_size
-    )  # before anybody is met: what is refused here is refused alike everywhere
-    transport_of(flags, world, settled)
-    if settled.device.type == "cuda":
-        settled = replace(settled, device=torch.device("cuda", world.local_rank))
-    torch.set_num_threads(1)
+    world, settled = settle_ranks(config, flags, world)
     if world.is_primary:
         telling.say(world.describe())
     else:
         hush(world.rank)
     with ExitStack() as stack:
-        fields = (*model_fields(Path(config.model)), *config_fields(settled.config))
-        meeting, ranks = meet_ranks(flags.meeting, start, world, stack, fields=fields, endpoints=ENDPOINTS)
+        meeting, ranks = meet_ranks(
+            flags.meeting, start, world, stack, fields=alike(settled), endpoints=(*ENDPOINTS, "front")
+        )
         place = Place(settled, flags, world, meeting, stack, child=start.child)
         if world.is_primary:
             yield from _front(place, meeting, telling)
+            place.transport.close()  # the others wait for that before they end, and this one waits for their end
             for rank, how in (ranks.wait() if ranks else {}).items():
                 telling.say(f"rank {rank} {how}")
         else:
@@ -103,6 +94,28 @@ def engine_of(config: EngineConfig, flags: GroupFlags, start: Start, telling: Te
             place.serve(LinkMailbox(link), on_facts=None, on_plan=None, on_progress=None)
             place.pulse.close()
             yield None
+
+
+def settle_ranks(config: EngineConfig, flags: GroupFlags, world: World) -> tuple[World, Settled]:
+    """Of a group of processes: this one's place, and its settings; one that nobody launched is rank 0 of our own.
+
+    Raises ValueError for what cannot run: before anybody is met, for what is refused here is refused alike everywhere.
+    """
+    if world.source == "torchrun":
+        on_parent_death(signal.SIGKILL)  # its agent does not watch over what it leaves when it is killed itself
+    if world.size == 1:
+        world = own_world(0, config.ranks)
+    settled = settle(replace(config, ranks=world.size), local_size=world.even_local_size)
+    transport_of(flags, world, settled)
+    if settled.device.type == "cuda":
+        settled = replace(settled, device=torch.device("cuda", world.local_rank))
+    torch.set_num_threads(1)
+    return world, settled
+
+
+def alike(settled: Settled) -> tuple[tuple[str, str], ...]:
+    """What all ranks must have alike: see `fields`."""
+    return (*model_fields(Path(settled.config.model)), *config_fields(settled.config))
 
 
 def _threads(config: EngineConfig, flags: GroupFlags, telling: Telling) -> Iterator[Engine]:

@@ -24,6 +24,7 @@ from ep.torch_dist import open_store, open_torch_dist
 from runtime.assembly import OnPlan, Seat, assemble
 from runtime.control import Control
 from runtime.gpu_health import GpuHealth, load_library
+from runtime.kv_log import KvLog
 from runtime.mailbox import Mailbox
 from runtime.node_share import NodePeers
 from runtime.progress import OnProgress
@@ -37,6 +38,7 @@ from runtime.startup import StartupTimes, process_began
 from runtime.verdict import Verdict
 from runtime.voice import no_excuse
 from runtime.votes import Vote
+from runtime.worker import Worker
 
 from .as_rank import Child
 from .meeting import Meeting
@@ -46,7 +48,7 @@ from .world import World
 
 TransportName = Literal["auto", "threads", "gloo", "mpi", "nccl"]
 
-ENDPOINTS = ("control", "pulse", "store", "front")
+ENDPOINTS = ("control", "pulse", "store")
 LAST_WORDS_S = 0.8
 """How long the command may take to say what becomes of its requests when the group has failed."""
 
@@ -107,10 +109,12 @@ class Place:
         stack: ExitStack,
         *,
         child: Child | None,
+        trace: Trace | None = None,
     ) -> None:
+        """trace: one that is not written at the end."""
         self.settled = settled
         self.world = world
-        self.trace = Trace(flags.trace)
+        self.trace = trace or Trace(flags.trace)
         self.traced: tuple[str, ...] = ()
         self.times = StartupTimes(began=process_began())
         self.times.mark("import")
@@ -156,6 +160,8 @@ class Place:
         on_facts: Callable[[GroupFacts], None] | None,
         on_plan: OnPlan | None,
         on_progress: OnProgress | None,
+        on_worker: Callable[[Worker], None] | None = None,
+        kv_log: KvLog | None = None,
     ) -> None:
         """Build this rank and run it to its end. What it raises ends the group, with this rank's name."""
         try:
@@ -170,6 +176,7 @@ class Place:
                 inbox=inbox,
                 timeline=self.trace.timeline(self.world.rank),
                 excuses=self._excuses,
+                kv_log=kv_log,
             )
             self.times.mark("meet")
             parts = assemble(
@@ -185,6 +192,8 @@ class Place:
             if on_facts is not None:
                 told = (*(parts.load.lines() if parts.load else ()), self.times.line())
                 on_facts(GroupFacts(model=parts.model, plan=parts.plan, capacities=(), notes=(*parts.notes, *told)))
+            if on_worker is not None:
+                on_worker(parts.workers[0])
             self.pulse.warm()
             self.pulse.ready()
             run_rank(parts.workers[0], mailbox, inbox, recorder)

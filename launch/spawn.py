@@ -83,13 +83,13 @@ def start_ranks(
     processes: dict[int, subprocess.Popen[bytes]] = {}
     lifelines: list[socket.socket] = []
     try:
-        with _interrupts_blocked():
+        with interrupts_blocked():
             for rank in range(1, size):
                 mine, theirs = socket.socketpair()
                 lifelines.append(mine)
                 with theirs:
                     child_words = words_for_child(rank, size, theirs.fileno(), words)
-                    processes[rank] = _start(command or _this_program(), child_words, theirs.fileno())
+                    processes[rank] = start_process(command or this_program(), child_words, theirs.fileno())
                 mine.sendall(letter(invitation))
     except BaseException:
         OwnRanks(processes, lifelines).wait(grace_s=0.0)
@@ -97,8 +97,11 @@ def start_ranks(
     return OwnRanks(processes, lifelines)
 
 
-def _start(command: Sequence[str], words: Sequence[str], descriptor: int) -> subprocess.Popen[bytes]:
-    environ = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | os.environ
+def start_process(
+    command: Sequence[str], words: Sequence[str], descriptor: int, *, environ: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """A process of serried's: it finds the rooms, has one thread of arithmetic, and inherits one descriptor."""
+    environ = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | os.environ | dict(environ or {})
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(home()), os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
         [*command, *words],
@@ -109,13 +112,14 @@ def _start(command: Sequence[str], words: Sequence[str], descriptor: int) -> sub
     )
 
 
-def _this_program() -> list[str]:
+def this_program() -> list[str]:
+    """The command line of `serried`, without its words."""
     # -P: without it the folder that the person is in comes first, where `moe` or `runtime` may be something else
     return [sys.executable, "-P", "-m", "launch"]
 
 
 @contextmanager
-def _interrupts_blocked() -> Iterator[None]:
+def interrupts_blocked() -> Iterator[None]:
     """Processes that are started inside have SIGINT blocked for life; one that comes meanwhile is delivered after."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -26,10 +26,15 @@ SHOWN = 60
 class TextCodec:
     """One model's tokenizer: `encode` prompts, `decode` whole outputs, `stream` growing ones."""
 
-    def __init__(self, tokenizer: Tokenizer, *, prefix: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, prefix: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
         """`prefix` is put in front of every prompt, over and above what the tokenizer's post-processor adds."""
         self._tokenizer = tokenizer
         self._prefix = list(prefix)
+        self._skip_special_tokens = skip_special_tokens
+
+    def showing_special_tokens(self) -> TextCodec:
+        """The same, but special tokens are text, too."""
+        return TextCodec(self._tokenizer, prefix=self._prefix, skip_special_tokens=False)
 
     @classmethod
     def open(cls, folder: Path) -> TextCodec | None:
@@ -54,8 +59,8 @@ class TextCodec:
         return self._prefix + self._tokenizer.encode(text).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`, special tokens left out; a character that is cut at the end shows as U+FFFD."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        """Text of `token_ids`, special tokens left out by default; a character cut at the end shows as U+FFFD."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=self._skip_special_tokens)
 
     def stream(self, prompt: Sequence[int] = ()) -> TextStream:
         """A decoder for an output that grows; `prompt` settles how it opens: with a space, or amid a character."""
@@ -91,6 +96,19 @@ class TextStream:
         self._start, self._shown = self._shown, len(self._tokens)
         self._whole = self._shown
         return text
+
+    def held_back(self) -> str:
+        """Text that is not certain yet: it may still change when more tokens come."""
+        return self._new_text()
+
+    def mark(self) -> tuple[int, int, int, int]:
+        """Where it is now, for `back_to`."""
+        return len(self._tokens), self._start, self._shown, self._whole
+
+    def back_to(self, mark: tuple[int, int, int, int]) -> None:
+        """Forget what was pushed since `mark` was taken."""
+        num_tokens, self._start, self._shown, self._whole = mark
+        del self._tokens[num_tokens:]
 
     def finish(self) -> str:
         """What was held back; the output ends here, so half a character is shown as U+FFFD."""

@@ -4,9 +4,8 @@ from .config import CacheConfig, EngineConfig
 from .engine import Engine
 from .memory import MemoryPlan
 from .model_config import ModelConfig, read_model_config
-from .outputs import RequestOutput, TokenEvent
+from .outputs import RequestOutput, TokenEvent, TokenLogprob
 from .request import FinishReason, Request
-from .samples import TokenLogprob
 from .sampling_params import SamplingParams
 from .scheduler import SchedulerConfig
 from .telemetry import EngineStats, RankStats

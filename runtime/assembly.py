@@ -29,6 +29,7 @@ from .dummy import DummyCheckpoint
 from .experts import Experts
 from .hardware import read_hardware
 from .heartbeat import HeartbeatState
+from .kv_log import KvLog
 from .memory import MemoryPlan
 from .model_config import ModelConfig
 from .node_loading import LoadedRank, load_rank
@@ -73,7 +74,7 @@ class Parts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
     """What ties one rank to the others, and to whoever listens. `timeline` is told what its tracks do; `excuses`
-    say why its device may be slow."""
+    say why its device may be slow; `kv_log` is told what its prefix cache holds."""
 
     transport: Transport
     control: Control
@@ -83,6 +84,7 @@ class Seat:
     inbox: Inbox
     timeline: Untimed = UNTIMED
     excuses: Excuses = no_excuse
+    kv_log: KvLog | None = None
 
 
 def assemble(
@@ -220,8 +222,9 @@ def _worker(
     source: TensorSource,
 ) -> Worker:
     config, model, plan = settled.config, settled.model, settled.plan
-    pool = PagePool(plan.num_pages, config.cache.block_size)
-    prefix = PrefixCache(pool, enabled=config.scheduler.enable_prefix_caching)
+    log = seat.kv_log
+    pool = PagePool(plan.num_pages, config.cache.block_size, on_evict=log.removed if log is not None else None)
+    prefix = PrefixCache(pool, enabled=config.scheduler.enable_prefix_caching, log=log)
     max_model_len = config.scheduler.max_model_len
     assert max_model_len is not None, "max_model_len is settled before workers are built"
     lanes = LANES[settled.device.type](settled.device)

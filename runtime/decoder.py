@@ -47,6 +47,7 @@ class TrackInput:
     terms           what all ranks agreed on for its exchanges
     halves          whether others may run between the halves of attention
     cut             whether other tracks' rows travel while this one computes
+    prompt_rows_P   int64 indices into T of the tokens whose next one, of the prompt, is to be looked up; None: of none
     """
 
     tokens_T: Tensor
@@ -57,6 +58,7 @@ class TrackInput:
     terms: Terms
     halves: bool = False
     cut: bool = False
+    prompt_rows_P: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,7 @@ class DecoderOutput:
     experts_LTK int64 experts of each token, -1 for a padded row; None where nobody asked for them
     fault       bool scalar, on the device: a rank was elsewhere in the program in this step or before; None where the
                 exchange would have raised
+    prompt_PD   as hidden_BD, for `TrackInput.prompt_rows_P`
     """
 
     hidden_BD: Tensor
@@ -78,6 +81,7 @@ class DecoderOutput:
     overflow: Tensor | None = None
     experts_LTK: Tensor | None = None
     fault: Tensor | None = None
+    prompt_PD: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,16 +191,15 @@ class Decoder:
         experts = self.model.moe.num_experts if self.model.moe is not None else 0
         counts_LE = torch.stack(counts) if counts else torch.zeros(0, experts, dtype=torch.int64)
         overflow = self._exchange.take_overflow() if self._exchange is not None else None
-        hidden_BD = x_TD[batch.logit_rows_B]
-        if update_TD is not None:
-            hidden_BD = hidden_BD + update_TD[batch.logit_rows_B]
+        asked_P = batch.prompt_rows_P
         return DecoderOutput(
-            hidden_BD=hidden_BD,
+            hidden_BD=_rows_at(x_TD, update_TD, batch.logit_rows_B),
             counts_LE=counts_LE,
             num_pairs=int(num_pairs),
             overflow=overflow,
             experts_LTK=torch.stack(chosen) if chosen else None,
             fault=self._exchange.fault() if self._exchange is not None else None,
+            prompt_PD=None if asked_P is None else _rows_at(x_TD, update_TD, asked_P),
         )
 
     def _attention(
@@ -224,3 +227,8 @@ class Decoder:
         """
         h_BD = plain(self._alone.attention.norm(x_BD, self.weights.norm_D, self.model.rms_norm_eps))
         return linear(h_BD.to(self.weights.head_VD.dtype), self.weights.head_VD)
+
+
+def _rows_at(x_TD: Tensor, update_TD: Tensor | None, rows_B: Tensor) -> Tensor:
+    """The hidden states of some tokens, with what the last layer still has to add to them."""
+    return x_TD[rows_B] if update_TD is None else x_TD[rows_B] + update_TD[rows_B]

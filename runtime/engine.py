@@ -18,7 +18,7 @@ from ep import SerriedError
 
 from .assembly import OnPlan
 from .config import EngineConfig
-from .intake import Intake
+from .intake import Bounds, Intake
 from .memory import MemoryPlan
 from .model_config import ModelConfig
 from .outputs import News, Note, RequestOutput, TokenEvent
@@ -59,7 +59,8 @@ class Engine:
         self.config = config
         self._ranks: Ranks = ranks or ThreadRanks(config, drafter=drafter, on_plan=on_plan, on_progress=on_progress)
         self._open: dict[str, RequestOutput] = {}
-        self._intake = Intake(self._ranks.facts, num_ranks=config.ranks, seed=config.seed)
+        facts = self._ranks.facts
+        self._intake = Intake(Bounds.of(facts.model, facts.capacities), seed=config.seed)
         self.notices: list[str] = []
         self._on_notice = on_notice
         self._kept: list[RequestOutput] = []  # answers that nobody has taken yet
@@ -279,6 +280,8 @@ class Engine:
         output.token_ids.extend(news.token_ids)
         if output.logprobs is not None:
             output.logprobs.extend(news.logprobs or ())
+        if news.prompt_logprobs is not None:
+            output.prompt_logprobs = news.prompt_logprobs
         if news.finish_reason is not None:
             output.finish_reason = news.finish_reason
             output.num_cached_tokens = news.num_cached
@@ -293,6 +296,7 @@ class Engine:
             token_ids=news.token_ids,
             logprobs=None if output.logprobs is None else news.logprobs or (),
             finish_reason=news.finish_reason,
+            prompt_logprobs=news.prompt_logprobs,
         )
 
     def _fail(self, cause: BaseException) -> None:

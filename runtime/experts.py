@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from eplb import ExpertLoad, rank_loads
-from eplb.goal import RebalanceStats
 from eplb.rebalancer import Rebalancer
 from eplb.recording import RoutingRecorder
+from eplb.stats import RebalanceStats
 from moe import ExpertPlacement
 
 

@@ -14,7 +14,7 @@ import struct
 
 import msgspec
 
-from ep import SerriedError
+from ep.errors import SerriedError
 
 from .frames import Link
 from .outputs import News, Note

@@ -55,7 +55,7 @@ class LocalMailbox:
 
     def take(self) -> list[Item]:
         """For the protocol see `Mailbox`."""
-        return [_item(self._letters.get()) for _ in range(self._letters.qsize())]
+        return [step_item(self._letters.get()) for _ in range(self._letters.qsize())]
 
 
 class LinkMailbox:
@@ -76,7 +76,7 @@ class LinkMailbox:
         """For the protocol see `Mailbox`."""
         for frame in self._link.receive_ready():
             self._keep(frame)
-        return [_item(self._found.popleft()) for _ in range(len(self._found))]
+        return [step_item(self._found.popleft()) for _ in range(len(self._found))]
 
     def say(self, letter: ToFront) -> None:
         """For the protocol see `Mailbox`."""
@@ -88,7 +88,8 @@ class LinkMailbox:
             self._found.append(letter)  # type: ignore[arg-type]  # the reader is a rank's
 
 
-def _item(letter: ToRank) -> Item:
+def step_item(letter: ToRank) -> Item:
+    """A letter as what a rank finds in its inbox. Raises LetterError for one that does not come while a wave runs."""
     if isinstance(letter, AdmitLetter | AbortLetter | WishLetter):
         return item_of(letter)
     raise LetterError(f"{type(letter).__name__} came while a wave runs")

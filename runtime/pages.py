@@ -13,19 +13,23 @@ Knows numbers only: not what a page contains, not which request holds it, nor ho
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class PagePool:
-    """`num_pages` pages of `page_size` tokens each, with reference counts and keys for full pages."""
+    """`num_pages` pages of `page_size` tokens each, with reference counts and keys for full pages.
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    `on_evict` is told the key of a page that is handed out again, and so is no longer found.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, *, on_evict: Callable[[bytes], None] | None = None) -> None:
         for name, value in (("num_pages", num_pages), ("page_size", page_size)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1, e.g. 64")
         self.num_pages = num_pages
         self.page_size = page_size
         self.num_evictions = 0
+        self._on_evict = on_evict
         self._references = [0] * num_pages
         self._plain = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -119,6 +123,9 @@ class PagePool:
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
-        del self._page_of_key[self._key_of_page.pop(page)]
+        key = self._key_of_page.pop(page)
+        del self._page_of_key[key]
         self.num_evictions += 1
+        if self._on_evict is not None:
+            self._on_evict(key)
         return page

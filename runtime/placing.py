@@ -48,19 +48,37 @@ class FrontDesk:
         self._stays: dict[str, _Stay] = {}
         self._turn = 0
 
+    @property
+    def queued_tokens(self) -> tuple[int, ...]:
+        """Prompt tokens on their way to each rank, or waiting there for their first token."""
+        return tuple([shadow.queued_tokens for shadow in self._shadows])
+
+    @property
+    def used_pages(self) -> tuple[int, ...]:
+        """Pages that the requests of each rank may grow to."""
+        return tuple([shadow.used_pages for shadow in self._shadows])
+
+    @property
+    def num_pages(self) -> tuple[int, ...]:
+        """That each rank has."""
+        return tuple([shadow.capacity.num_pages for shadow in self._shadows])
+
+    def pages_of(self, request: Request) -> int:
+        """Pages that a request may grow to, on the rank with the most."""
+        return _pages(max([s.capacity for s in self._shadows], key=lambda c: c.num_pages * c.page_size), request)
+
     def drain(self, rank: int) -> None:
         """No new request goes to this rank from now on."""
         self._shadows[rank].draining = True
 
     def choose(self, request: Request) -> Choice:
         """The rank for a request; nothing is booked yet. Raises NoRankLeft when no rank may take it."""
-        largest = max(self._shadows, key=lambda shadow: shadow.capacity.num_pages * shadow.capacity.page_size)
         digests = {size: self._digests(request, size) for size in {s.capacity.page_size for s in self._shadows}}
         views = [self._view(shadow, digests[shadow.capacity.page_size]) for shadow in self._shadows]
         return route(
             views,
             prompt_len=len(request.prompt),
-            pages_needed=_pages(largest.capacity, request),
+            pages_needed=self.pages_of(request),
             turn=self._turn,
             config=self._config,
         )

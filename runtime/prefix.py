@@ -13,6 +13,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
+from .kv_log import KvLog
 from .pages import PagePool
 from .request import Request
 
@@ -21,10 +22,12 @@ class PrefixCache:
     """Finds and publishes full pages in a `PagePool`. Switched off, it finds nothing and publishes nothing.
 
     `num_queried` and `num_hit` count prompt tokens of admitted requests: all of them, and those found here.
+    `log` is told what is published; of what is lost again, the pool's `on_evict` is to tell it.
     """
 
-    def __init__(self, pool: PagePool, *, enabled: bool = True, model_salt: str = "") -> None:
+    def __init__(self, pool: PagePool, *, enabled: bool = True, model_salt: str = "", log: KvLog | None = None) -> None:
         self.pool = pool
+        self.log = log
         self.enabled = enabled
         self.num_queried = 0
         self.num_hit = 0
@@ -64,12 +67,18 @@ class PrefixCache:
         if not self.enabled or num_full <= request.num_published:
             return
         for index in range(request.num_published, num_full):
-            self.pool.publish(request.pages[index], self._digest(request, index))
+            digest = self._digest(request, index)
+            if self.pool.publish(request.pages[index], digest) and self.log is not None:
+                parent = request.digests[index - 1] if index else None
+                start = index * self.pool.page_size
+                self.log.stored(digest, parent, request.tokens[start : start + self.pool.page_size])
         request.num_published = num_full
 
     def flush(self) -> None:
         """Forget every page; running requests keep theirs, and publish only pages they fill from now on."""
         self.pool.forget()
+        if self.log is not None:
+            self.log.cleared()
 
     def _digest(self, request: Request, index: int) -> bytes:
         """The digest of page `index`, whose tokens are all known; those before it are computed on the way, once."""

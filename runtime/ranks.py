@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from .admission import Capacity
-from .memory import MemoryPlan
-from .model_config import ModelConfig
 from .outputs import News, Note
 from .request import Request
 from .telemetry import RankStats
+
+if TYPE_CHECKING:  # they need torch, and the front door has none
+    from .memory import MemoryPlan
+    from .model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

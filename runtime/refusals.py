@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 
-from ep import RequestError
+from ep.errors import RequestError
 
 from .sampling_params import SamplingParams
 

@@ -6,19 +6,11 @@ Knows requests and the sampler's rows; does not know logits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from .outputs import TokenLogprob
 from .request import Request
 from .rows import FAILED_TOKEN, Rows, Samples
 from .sampler import Sampled, SampleRow
-
-
-class TokenLogprob(NamedTuple):
-    """A sampled token and how likely it was; `top` maps the most likely token ids to log-probabilities, in order."""
-
-    token_id: int
-    logprob: float
-    top: dict[int, float]
 
 
 def sample_rows(rows: Rows) -> dict[int, SampleRow]:

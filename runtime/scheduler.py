@@ -77,6 +77,11 @@ class Scheduler:
         return len(self._requests)
 
     @property
+    def unfinished_ids(self) -> tuple[str, ...]:
+        """Of those requests."""
+        return tuple(self._requests)
+
+    @property
     def num_running(self) -> int:
         """Requests that hold a slot and are served in every step."""
         return len(self._roster.running)

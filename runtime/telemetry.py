@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from eplb.goal import RebalanceStats
+from eplb.stats import RebalanceStats
 
 from .rows import Rows
 
@@ -24,6 +24,7 @@ class StepCounters:
     mean_pairs         (token, expert) pairs that an average rank computed in a step, summed over steps
     most_pairs         those of the rank with the most, summed likewise: the others waited for it
     voted_steps        steps that these two sums are over
+    beat_wait_ns       nanoseconds in waits for the votes of other ranks
     """
 
     steps: int = 0
@@ -33,6 +34,7 @@ class StepCounters:
     voted_steps: int = 0
     mean_pairs: float = 0.0
     most_pairs: int = 0
+    beat_wait_ns: int = 0
 
     def launched(self, rows: Rows) -> None:
         """One step was put on the device with these rows."""
@@ -87,6 +89,8 @@ class RankStats:
     """Steps that ran in several tracks; the same on all ranks."""
     uncut_steps: str
     """How many did not, by reason; empty where overlap is off."""
+    beat_wait_s: float = 0.0
+    """Seconds in waits for the votes of other ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

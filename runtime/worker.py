@@ -36,6 +36,7 @@ from .overlap import longest_rows, uncut_words
 from .pace import Pace
 from .pages import PagePool
 from .prefix import PrefixCache
+from .prompt_logprobs import keep
 from .ranks import Admit, Inbox, Wish
 from .recorder import Recorder
 from .rows import Proposal
@@ -216,6 +217,7 @@ class Worker:
             experts=self.experts.stats,
             cut_steps=self.state.overlap.counts.get(Choice.CUT, 0),
             uncut_steps=uncut_words(self.state.overlap),
+            beat_wait_s=counters.beat_wait_ns / 1e9,
         )
 
     def _read_inbox(self) -> None:
@@ -230,9 +232,11 @@ class Worker:
     def _agree(self, proposal: Proposal) -> StepPlan:
         self.recorder.stamp(Phase.VOTE, self.sequence)
         gathering = self.control.gather(self._vote(proposal).row(), sequence=self.sequence)
+        waited_ns = self.recorder.waited_ns
         self.recorder.wait()
         votes = [Vote.from_row(row) for row in gathering.wait()]
         self.recorder.go_on()
+        self.counters.beat_wait_ns += self.recorder.waited_ns - waited_ns
         self.experts_ready = [vote.migration_ready for vote in votes]
         self.counters.voted([vote.expert_pairs for vote in votes])
         self.sequence += 1
@@ -294,4 +298,6 @@ class Worker:
         """Let a step out: its tokens reach the requests, its expert counts the load; ended requests leave."""
         launched, rows = step.launched, step.launched.rows
         self.experts.count(launched.counts_LE, num_tokens=rows.num_tokens, experts_LTK=launched.experts_LTK)
+        if launched.prompts is not None:
+            keep(launched.prompts)
         self.voice.say(self.scheduler.finish(rows, step.samples))

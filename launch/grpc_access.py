@@ -1,0 +1,71 @@
+"""Who may call: certificates, and a secret that calls carry.
+
+Health checks of gRPC's own service need no secret: whoever restarts servers has none. Knows files and metadata; does
+not know what is asked.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from .serve_config import ServeConfig
+
+OPEN_TO_ALL = "/grpc.health.v1.Health/"
+MIN_TOKEN_LEN = 16
+
+
+def read_token(path: Path) -> bytes:
+    """The secret in a file, without white space around it. Raises ValueError for one that is too short."""
+    token = path.read_bytes().strip()
+    if len(token) < MIN_TOKEN_LEN:
+        raise ValueError(
+            f"token_file is {str(path)!r}, with {len(token)} bytes; it must hold at least {MIN_TOKEN_LEN}, e.g. of "
+            "openssl rand -hex 32"
+        )
+    return token
+
+
+def server_credentials(config: ServeConfig) -> grpc.ServerCredentials | None:
+    """For TLS, with clients' certificates when there is somebody to have signed them; None for plain text."""
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    client_ca = config.tls_client_ca.read_bytes() if config.tls_client_ca else None
+    return grpc.ssl_server_credentials(
+        [(config.tls_key.read_bytes(), config.tls_cert.read_bytes())],
+        root_certificates=client_ca,
+        require_client_auth=client_ca is not None,
+    )
+
+
+class TokenGuard(grpc.aio.ServerInterceptor):
+    """Lets calls through that carry `authorization: Bearer SECRET`, compared in constant time."""
+
+    def __init__(self, token: bytes) -> None:
+        self._wanted = b"Bearer " + token
+        self._refusal = grpc.unary_unary_rpc_method_handler(_refuse)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """See grpc.aio.ServerInterceptor."""
+        if handler_call_details.method.startswith(OPEN_TO_ALL) or self._knows(handler_call_details):
+            return await continuation(handler_call_details)
+        return self._refusal
+
+    def _knows(self, details: grpc.HandlerCallDetails) -> bool:
+        given = [value for key, value in details.invocation_metadata or () if key == "authorization"]
+        shown = given[0] if len(given) == 1 else b""
+        return hmac.compare_digest(shown.encode() if isinstance(shown, str) else shown, self._wanted)
+
+
+async def _refuse(request: object, context: grpc.aio.ServicerContext) -> None:
+    words = "calls must carry the metadata authorization: Bearer SECRET"
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, words)
