@@ -28,6 +28,7 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
     text: str = ""
     rank: int | None = None
     seed: int | None = None
@@ -38,6 +39,7 @@ class Answer:
         self.rank, self.seed = event.rank, event.seed
         self.token_ids += event.token_ids
         self.logprobs += event.logprobs or ()
+        self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
         if self.stream is not None:
             self.text += self.stream.push(event.token_ids)
         if event.finish_reason is not None:
@@ -52,7 +54,7 @@ class Answer:
             self.finish_reason = str(FinishReason.ERROR)
 
     def record(self) -> dict[str, Any]:
-        """The answer as one JSON object; `logprobs` only when they were asked for."""
+        """The answer as one JSON object; log-probabilities only when they were asked for."""
         record: dict[str, Any] = {
             "id": self.prompt.id,
             "prompt_tokens": len(self.prompt_tokens),
@@ -63,6 +65,8 @@ class Answer:
         }
         if self.prompt.params.logprobs is not None:
             record["logprobs"] = [_logprob(entry) for entry in self.logprobs]
+        if self.prompt_logprobs is not None:
+            record["prompt_logprobs"] = [entry and _logprob(entry) for entry in self.prompt_logprobs]
         return record
 
 

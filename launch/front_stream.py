@@ -103,6 +103,8 @@ class OpenStream:
         self.num_waiting += len(news.token_ids)
         if news.logprobs is not None:
             entry.logprobs = [*(entry.logprobs or ()), *news.logprobs]
+        if news.prompt_logprobs is not None:
+            entry.prompt_logprobs = news.prompt_logprobs
         entry.num_cached = news.num_cached
         if news.finish_reason is not None:
             words = "the sampler found no usable logits" if news.finish_reason == "error" else None

@@ -19,6 +19,7 @@ from torch import Tensor
 from attention_mla import PagedView, PageTable, Spans, TokenColumns
 
 from .ledger import Column
+from .prompt_logprobs import PromptPart, asked_parts, positions
 from .rows import Row, Rows
 
 
@@ -79,6 +80,7 @@ class StepBatch:
     view            the paged view for attention; its slots_T and positions_T say where each token's id is in the table
     logit_rows_B    index into T of each token whose next one is sampled: rows in order, positions ascending
     slots_B, positions_B   where in the table the sampled tokens go
+    prompts         what is asked of prompts in it; prompt_rows_P says where among its tokens, None for nothing
     """
 
     rows: Rows
@@ -86,6 +88,8 @@ class StepBatch:
     logit_rows_B: Tensor
     slots_B: Tensor
     positions_B: Tensor
+    prompts: Sequence[PromptPart] = ()
+    prompt_rows_P: Tensor | None = None
 
     @classmethod
     def build(cls, rows: Rows, table: RequestTable) -> StepBatch:
@@ -96,7 +100,16 @@ class StepBatch:
         view = PagedView.build(table.admit(rows), table.pages)
         tokens, logit_rows_B = view.tokens, _sampled(view.tokens, rows)
         sent = table.pages.send((logit_rows_B, tokens.slots_T[logit_rows_B], tokens.positions_T[logit_rows_B] + 1))
-        return cls(rows=rows, view=view, logit_rows_B=sent[0], slots_B=sent[1], positions_B=sent[2])
+        prompts = asked_parts(rows, tokens.first_B) if rows.is_prefill_B.any() else ()
+        return cls(
+            rows=rows,
+            view=view,
+            logit_rows_B=sent[0],
+            slots_B=sent[1],
+            positions_B=sent[2],
+            prompts=prompts,
+            prompt_rows_P=positions(prompts).to(logit_rows_B.device) if prompts else None,
+        )
 
 
 def _sampled(tokens: TokenColumns, rows: Rows) -> Column:

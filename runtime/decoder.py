@@ -47,6 +47,7 @@ class TrackInput:
     terms           what all ranks agreed on for its exchanges
     halves          whether others may run between the halves of attention
     cut             whether other tracks' rows travel while this one computes
+    prompt_rows_P   int64 indices into T of the tokens whose next one, of the prompt, is to be looked up; None: of none
     """
 
     tokens_T: Tensor
@@ -57,6 +58,7 @@ class TrackInput:
     terms: Terms
     halves: bool = False
     cut: bool = False
+    prompt_rows_P: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,7 @@ class DecoderOutput:
     experts_LTK int64 experts of each token, -1 for a padded row; None where nobody asked for them
     fault       bool scalar, on the device: a rank was elsewhere in the program in this step or before; None where the
                 exchange would have raised
+    prompt_PD   as hidden_BD, for `TrackInput.prompt_rows_P`
     """
 
     hidden_BD: Tensor
@@ -78,6 +81,7 @@ class DecoderOutput:
     overflow: Tensor | None = None
     experts_LTK: Tensor | None = None
     fault: Tensor | None = None
+    prompt_PD: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +201,7 @@ class Decoder:
             overflow=overflow,
             experts_LTK=torch.stack(chosen) if chosen else None,
             fault=self._exchange.fault() if self._exchange is not None else None,
+            prompt_PD=None if batch.prompt_rows_P is None else x_TD[batch.prompt_rows_P],
         )
 
     def _attention(

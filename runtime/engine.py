@@ -280,6 +280,8 @@ class Engine:
         output.token_ids.extend(news.token_ids)
         if output.logprobs is not None:
             output.logprobs.extend(news.logprobs or ())
+        if news.prompt_logprobs is not None:
+            output.prompt_logprobs = news.prompt_logprobs
         if news.finish_reason is not None:
             output.finish_reason = news.finish_reason
             output.num_cached_tokens = news.num_cached
@@ -294,6 +296,7 @@ class Engine:
             token_ids=news.token_ids,
             logprobs=None if output.logprobs is None else news.logprobs or (),
             finish_reason=news.finish_reason,
+            prompt_logprobs=news.prompt_logprobs,
         )
 
     def _fail(self, cause: BaseException) -> None:

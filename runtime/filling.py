@@ -160,11 +160,18 @@ class StepFiller:
         waiting = self._roster.waiting
         while waiting and step.budget and self._roster.num_free_slots:
             request = waiting[0]
-            found = [] if request.in_flight else self._prefix.match(request, max_tokens=len(request.tokens) - 1)
+            found = self._cached(request)
             if request.in_flight or not self._fits(request, found):
                 return
             self._take_pages(request, found)
             self._propose_chunk(step, request)
+
+    def _cached(self, request: Request) -> list[int]:
+        """Pages of its beginning that are computed already; of none that must wait, or that is asked about its prompt:
+        what is found in the cache, nobody knows the logits of."""
+        if request.in_flight or request.prompt_logprobs is not None:
+            return []
+        return self._prefix.match(request, max_tokens=len(request.tokens) - 1)
 
     def _fits(self, request: Request, found: Sequence[int]) -> bool:
         """Whether all its known tokens have pages, beside those of its cached prefix, `found`.

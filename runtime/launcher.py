@@ -21,6 +21,7 @@ from ep import Terms
 from .batch import RequestTable, StepBatch
 from .decoder import Decoder, DecoderOutput, TrackInput
 from .heartbeat import StepPlan
+from .prompt_logprobs import PromptLogprobs, look_up
 from .recorder import Recorder
 from .rows import Rows
 from .sampler import Sampled
@@ -40,6 +41,7 @@ class Launched:
     counts_LE   see `decoder.DecoderOutput`, as are num_pairs, overflow, experts_LTK and fault
     own_us      microseconds that this rank spent on it without waiting for others
     waited_us   those that it waited
+    prompts     what was asked of prompts, None for nothing
     """
 
     plan: StepPlan
@@ -53,6 +55,7 @@ class Launched:
     waited_us: int
     experts_LTK: Tensor | None = None
     fault: Tensor | None = None
+    prompts: PromptLogprobs | None = None
 
 
 class Launcher:
@@ -101,6 +104,10 @@ class Launcher:
         batches, out = self._forward(rows, terms, plan)
         sampling()
         sampled = self._sample(out.hidden_BD, batches)
+        prompts = None
+        if out.prompt_PD is not None:
+            parts = [part for batch in batches for part in batch.prompts]
+            prompts = look_up(parts, out.prompt_PD, head=self._decoder.logits)
         own_us, waited_us = self._times_us(*begin)
         return Launched(
             plan=plan,
@@ -112,6 +119,7 @@ class Launcher:
             overflow=out.overflow,
             experts_LTK=out.experts_LTK,
             fault=out.fault,
+            prompts=prompts,
             own_us=own_us,
             waited_us=waited_us,
         )
@@ -137,6 +145,7 @@ class Launcher:
             terms=terms,
             halves=cut and self._staggered,
             cut=cut,
+            prompt_rows_P=batch.prompt_rows_P,
         )
 
     def _sample(self, hidden_BD: Tensor, batches: Sequence[StepBatch]) -> Sampled | None:

@@ -23,7 +23,8 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """Tokens that one request got in one step; `finish_reason` is set in its last event, `seed` in all."""
+    """Tokens that one request got in one step; `finish_reason` is set in its last event, `seed` in all, and
+    `prompt_logprobs` in its first where it asked for them."""
 
     request_id: str
     rank: int
@@ -31,6 +32,7 @@ class TokenEvent:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None
     finish_reason: FinishReason | None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +41,7 @@ class RequestOutput:
 
     token_ids           sampled tokens, a stop token included
     logprobs            one entry a token, when the request asked for them
+    prompt_logprobs     the same for the tokens of the prompt, None for the first
     seed                the request's own, or the one that was drawn for it: asking again with it gives the same tokens
     num_cached_tokens   prompt tokens whose latents came from the prefix cache
     """
@@ -49,6 +52,7 @@ class RequestOutput:
     rank: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -63,6 +67,8 @@ class News(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish_reason: FinishReason | None
     num_cached: int
     num_preemptions: int
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """In its first news, where asked for; None for the first token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import Any
 
 from .ledger import Ledger
 from .sampling_params import SamplingParams
@@ -88,10 +89,13 @@ class Request:
     """Chained digest of each full page of `tokens`, as far as they were needed (see `prefix`)."""
     num_published: int = 0
     """Pages, from the first, that need no more publishing."""
+    prompt_logprobs: list[Any] | None = field(init=False)
+    """Where it asks for them: those known so far, None for a token whose is not; None altogether once they are told."""
 
     def __post_init__(self) -> None:
         self.is_plain = self.params.is_plain
         self.tokens = list(self.prompt)
+        self.prompt_logprobs = None if self.params.prompt_logprobs is None else [None] * len(self.prompt)
 
     @property
     def num_pending(self) -> int:
@@ -122,6 +126,12 @@ class Request:
     def gap(self) -> int:
         """Tokens to compute before something new can be sampled; 0 or less while drafts are in flight."""
         return self.num_known - self.num_computed
+
+
+def take_prompt_logprobs(request: Request) -> tuple[Any, ...] | None:
+    """What is known of the prompt's tokens, once; None for a request that ended before all of it was."""
+    known, request.prompt_logprobs = request.prompt_logprobs, None
+    return None if known is None or None in known[1:] else tuple(known)
 
 
 def ending_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset[int]:

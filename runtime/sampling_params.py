@@ -75,6 +75,9 @@ class SamplingParams:
     logprobs: int | None = None
     """Report the log-probability of each sampled token and of this many most likely ones (0 to 20); None: none."""
 
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first; the whole prompt is computed then, cached or not."""
+
     def __post_init__(self) -> None:
         for name, value in self._checked().items():
             object.__setattr__(self, name, value)
@@ -99,7 +102,8 @@ class SamplingParams:
             "ignore_eos": _boolean("ignore_eos", self.ignore_eos),
             "min_tokens": _integer("min_tokens", self.min_tokens, 0, MAX_INT32),
             "max_tokens": None if self.max_tokens is None else _integer("max_tokens", self.max_tokens, 1, MAX_INT32),
-            "logprobs": None if self.logprobs is None else _integer("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS),
+            "logprobs": _logprobs("logprobs", self.logprobs),
+            "prompt_logprobs": _logprobs("prompt_logprobs", self.prompt_logprobs),
         }
 
     @classmethod
@@ -226,6 +230,10 @@ def _integer(field: str, value: object, low: int, high: int) -> int:
     if not low <= number <= high:
         raise _refused(field, value, rule, min(max(number, low), high))
     return number
+
+
+def _logprobs(field: str, value: object) -> int | None:
+    return None if value is None else _integer(field, value, 0, MAX_TOP_LOGPROBS)
 
 
 def _boolean(field: str, value: object) -> bool:

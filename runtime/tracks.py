@@ -34,6 +34,7 @@ def join_outputs(outputs: Sequence[DecoderOutput]) -> DecoderOutput:
     overflows = [output.overflow for output in outputs if output.overflow is not None]
     faults = [output.fault for output in outputs if output.fault is not None]
     experts = [output.experts_LTK for output in outputs if output.experts_LTK is not None]
+    prompts = [output.prompt_PD for output in outputs if output.prompt_PD is not None]
     return DecoderOutput(
         hidden_BD=torch.cat([output.hidden_BD for output in outputs]),
         counts_LE=torch.stack([output.counts_LE for output in outputs]).sum(dim=0),
@@ -41,4 +42,5 @@ def join_outputs(outputs: Sequence[DecoderOutput]) -> DecoderOutput:
         overflow=torch.stack(overflows).any() if overflows else None,
         experts_LTK=torch.cat(experts, dim=1) if experts else None,
         fault=torch.stack(faults).any() if faults else None,
+        prompt_PD=torch.cat(prompts) if prompts else None,
     )

@@ -12,6 +12,7 @@ from ep import PeerFailed, SerriedError
 
 from .heartbeat import StepPlan
 from .outputs import News, Note
+from .request import take_prompt_logprobs
 from .rerun import raise_words
 from .rows import Update
 from .straggler import Finding
@@ -59,6 +60,7 @@ class Voice:
                         update.finish_reason,
                         request.num_cached,
                         request.num_preemptions,
+                        None if request.prompt_logprobs is None else take_prompt_logprobs(request),
                     )
                     for update in updates
                 ]

@@ -36,6 +36,7 @@ from .overlap import longest_rows, uncut_words
 from .pace import Pace
 from .pages import PagePool
 from .prefix import PrefixCache
+from .prompt_logprobs import keep
 from .ranks import Admit, Inbox, Wish
 from .recorder import Recorder
 from .rows import Proposal
@@ -297,4 +298,6 @@ class Worker:
         """Let a step out: its tokens reach the requests, its expert counts the load; ended requests leave."""
         launched, rows = step.launched, step.launched.rows
         self.experts.count(launched.counts_LE, num_tokens=rows.num_tokens, experts_LTK=launched.experts_LTK)
+        if launched.prompts is not None:
+            keep(launched.prompts)
         self.voice.say(self.scheduler.finish(rows, step.samples))

@@ -48,6 +48,20 @@ def test_what_waits_for_the_reader_is_one_chunk():
     assert chunk.num_cached_tokens == 5
 
 
+def test_what_a_rank_says_of_the_prompt_is_in_the_first_chunk():
+    async def run() -> list[Chunk]:
+        stream, _ = stream_of()
+        entry = TokenLogprob(3, -0.5, {})
+        stream.push(0, News("0", (1,), None, None, 0, 0, (None, entry)))
+        first = await anext(stream)
+        stream.push(0, news(2, end=FinishReason.LENGTH))
+        return [first, await anext(stream)]
+
+    first, last = asyncio.run(run())
+    assert first.prompt_logprobs == (None, TokenLogprob(3, -0.5, {}))
+    assert last.prompt_logprobs is None
+
+
 def test_a_reader_that_keeps_up_gets_a_chunk_a_step():
     async def run() -> list[Chunk]:
         stream, _ = stream_of()

@@ -40,18 +40,19 @@ def tokens_of(chunks: list[dict], index: int = 0) -> list[int]:
 
 def test_tokens_are_those_of_an_engine_of_a_program(served: Served):
     prompts = [[5 + index, 6, 7] for index in range(8)]
+    asked = GREEDY | {"logprobs": 2, "prompt_logprobs": 1}
     lines = [
-        served.ask(
-            {"admit": {"id": f"r{index}", "prompt": prompt, "params": GREEDY | {"logprobs": 2}, "rank": index % 2}}
-        )
+        served.ask({"admit": {"id": f"r{index}", "prompt": prompt, "params": asked, "rank": index % 2}})
         for index, prompt in enumerate(prompts)
     ]
     found = [list(line) for line in lines]
     config = EngineConfig(model=str(ROOT / TINY), ranks=2)
     with Engine(config) as engine:
-        truth = engine.generate(prompts, SamplingParams(**GREEDY, logprobs=2))
+        truth = engine.generate(prompts, SamplingParams(**asked))
     assert [tokens_of(chunks) for chunks in found] == [output.token_ids for output in truth]
     assert all(len(chunk["logprobs"]) == len(chunk["token_ids"]) for chunks in found for chunk in chunks)
+    told = [[entry and entry[:1] for entry in chunks[0]["prompt_logprobs"]] for chunks in found]
+    assert told == [[None, [prompt[1]], [prompt[2]]] for prompt in prompts]
 
 
 def test_answers_of_one_prompt_differ_by_their_index_and_come_back_by_seed(served: Served):
