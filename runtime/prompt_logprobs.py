@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .ledger import Column
 from .outputs import TokenLogprob
 from .request import Request
 from .rows import Rows
@@ -28,18 +29,18 @@ AT_ONCE = 64
 
 
 class PromptPart(NamedTuple):
-    """A row's positions whose next token is one of the prompt: token `first` and the `count - 1` after it."""
+    """A row's positions whose next token is one of the prompt: token `first` and those after it."""
 
     request: Request
     first: int
-    count: int
+    num: int
     begin_T: int
     """Where the first of these positions is among the step's tokens."""
 
     @property
     def targets(self) -> tuple[int, ...]:
         """The tokens."""
-        return self.request.prompt[self.first : self.first + self.count]
+        return self.request.prompt[self.first : self.first + self.num]
 
 
 class PromptLogprobs(NamedTuple):
@@ -51,7 +52,7 @@ class PromptLogprobs(NamedTuple):
     top_logprobs_PK: Tensor
 
 
-def asked_parts(rows: Rows, first_B: Sequence[int]) -> list[PromptPart]:
+def asked_parts(rows: Rows, first_B: Column) -> list[PromptPart]:
     """What is asked of a step's rows; first_B: where each row begins among the step's tokens."""
     parts = []
     for index in rows.is_prefill_B.nonzero()[0].tolist():
@@ -67,7 +68,7 @@ def asked_parts(rows: Rows, first_B: Sequence[int]) -> list[PromptPart]:
 
 def positions(parts: Sequence[PromptPart]) -> Tensor:
     """int64 [P] indices into T, on the host."""
-    return torch.cat([torch.arange(part.begin_T, part.begin_T + part.count) for part in parts])
+    return torch.cat([torch.arange(part.begin_T, part.begin_T + part.num) for part in parts])
 
 
 def look_up(parts: Sequence[PromptPart], hidden_PD: Tensor, *, head: Callable[[Tensor], Tensor]) -> PromptLogprobs:
@@ -99,8 +100,9 @@ def keep(found: PromptLogprobs) -> None:
     place = 0
     for part in found.parts:
         known, num_top = part.request.prompt_logprobs, part.request.params.prompt_logprobs or 0
-        for offset, token in enumerate(part.targets if known is not None else ()):
-            at = place + offset
-            top = dict(zip(ids[at][:num_top], tops[at][:num_top], strict=True))
-            known[part.first + offset] = TokenLogprob(token, logprobs[at], top)
-        place += part.count
+        if known is not None:
+            for offset, token in enumerate(part.targets):
+                at = place + offset
+                top = dict(zip(ids[at][:num_top], tops[at][:num_top], strict=True))
+                known[part.first + offset] = TokenLogprob(token, logprobs[at], top)
+        place += part.num

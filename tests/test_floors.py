@@ -39,6 +39,8 @@ UNSAFE_CALLS = {
     "gather_object",
     "scatter_object_list",
     "send_object_list",
+    "recv_pyobj",
+    "send_pyobj",
     "recv_object_list",
 }
 
@@ -228,6 +230,7 @@ def test_a_read_of_the_environment_is_seen(source):
         "import torch\ntorch.load('x')",
         "eval('1')",
         "d.all_gather_object(a, b)",
+        "socket.recv_pyobj()",
     ],
 )
 def test_a_way_to_run_data_is_seen(source):
