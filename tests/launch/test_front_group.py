@@ -120,6 +120,22 @@ def test_what_can_never_run_is_told_by_its_field():
     scripted(script)
 
 
+def test_what_does_not_fit_now_is_refused_early_and_leaves_no_trace():
+    async def script(group: FrontGroup, link: ScriptedLink) -> None:
+        group.admit("a", [5, 6], PARAMS)
+        for asked, reason in (({"prompt": [5] * 7}, "queue_tokens"), ({"n": 4}, "queue_requests")):
+            with pytest.raises(Refused) as caught:
+                group.admit(**({"request_id": "b", "prompt": [5], "params": PARAMS} | asked))
+            assert caught.value.reason == reason
+            assert caught.value.retry_after_s is not None
+        with pytest.raises(Refused, match="queue_pages"):  # 32 pages are there, and 15 may be asked for
+            group.admit("b", [5], SamplingParams(max_tokens=60))
+        assert len(link.said(AdmitLetter)) == 1
+        group.admit("b", [5], PARAMS)
+
+    scripted(script, limits=FrontConfig(max_queued_tokens=8, max_open_requests=4, max_cache_demand=15 / 32))
+
+
 def test_answers_of_one_prompt_have_one_seed_and_an_index_each():
     async def script(group: FrontGroup, link: ScriptedLink) -> None:
         stream = group.admit("a", [5], PARAMS, n=3)

@@ -8,8 +8,10 @@ nothing comes after an abort was acknowledged; every page is free, nobody waits,
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import time
+import tracemalloc
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -168,6 +170,23 @@ def test_a_storm_of_aborts_leaves_nothing_behind(model: Path):
 def test_many_random_lives_keep_their_promises(model: Path, truth: list[list[int]]):
     for seed in range(100, 260):
         run_history(model, truth, seed, requests=60)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_storms_of_two_thousand_aborts_leave_memory_as_it_was(model: Path):
+    asyncio.run(storm(model, requests=300))  # what is made once is made
+    gc.collect()
+    tracemalloc.start()
+    try:
+        asyncio.run(storm(model, requests=2000))
+        gc.collect()
+        first = tracemalloc.get_traced_memory()[0]
+        asyncio.run(storm(model, requests=2000))
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < first + (1 << 18)
+    finally:
+        tracemalloc.stop()
 
 
 async def storm(model: Path, *, requests: int) -> None:

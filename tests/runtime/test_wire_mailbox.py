@@ -134,6 +134,7 @@ def test_an_end_that_was_said_is_no_loss(pair):
     front, mailbox = pair
     send(front, EndLetter())
     front.close(1000)
+    wait_for(lambda: mailbox._events.poll(10))  # the news that it left is here, too
     assert mailbox.receive() == EndLetter()
     assert not mailbox.is_orphaned
 
