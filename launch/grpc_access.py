@@ -1,7 +1,7 @@
-"""Who may call: certificates, and a secret that calls carry.
+"""Who may call, and with what: certificates, a secret that calls carry, and bytes that are a message.
 
-Health checks of gRPC's own service need no secret: whoever restarts servers has none. Knows files and metadata; does
-not know what is asked.
+Health checks of gRPC's own service need no secret: whoever restarts servers has none. Knows files, metadata and bytes;
+does not know what is asked.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from .serve_config import ServeConfig
 
@@ -43,6 +44,37 @@ def server_credentials(config: ServeConfig) -> grpc.ServerCredentials | None:
     )
 
 
+Handler = Any  # grpc.RpcMethodHandler, which is generic for type checkers only; None for a method that is not there
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
+
+
+class MessageGuard(grpc.aio.ServerInterceptor):
+    """Methods of `service` get None for bytes that are no message, and can say so. Left to itself, gRPC would write a
+    traceback into the log for each: a client could fill it."""
+
+    def __init__(self, service: str) -> None:
+        self._prefix = f"/{service}/"
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        """See grpc.aio.ServerInterceptor."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(self._prefix):
+            return handler
+        return handler._replace(request_deserializer=_or_none(handler.request_deserializer))
+
+
+def _or_none(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def read_or_none(data: bytes) -> Any:
+        try:
+            return read(data)
+        except DecodeError:
+            return None
+
+    return read_or_none
+
+
 class TokenGuard(grpc.aio.ServerInterceptor):
     """Lets calls through that carry `authorization: Bearer SECRET`, compared in constant time."""
 
@@ -51,10 +83,8 @@ class TokenGuard(grpc.aio.ServerInterceptor):
         self._refusal = grpc.unary_unary_rpc_method_handler(_refuse)
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
         """See grpc.aio.ServerInterceptor."""
         if handler_call_details.method.startswith(OPEN_TO_ALL) or self._knows(handler_call_details):
             return await continuation(handler_call_details)

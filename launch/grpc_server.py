@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 
 from .front_client import GroupClient, GroupInfo
-from .grpc_access import TokenGuard, read_token, server_credentials
+from .grpc_access import MessageGuard, TokenGuard, read_token, server_credentials
 from .grpc_service import SERVICE, EngineService
 from .http_port import HttpPort
 from .logs import Log
@@ -66,7 +66,9 @@ class Server:
         self._service = EngineService(client, config, metrics=self._metrics, wellbeing=self._wellbeing, log=log)
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  # set at import
         self._http = HttpPort(pages(self._wellbeing, self._metrics))
-        interceptors = [TokenGuard(read_token(config.token_file))] if config.token_file else []
+        interceptors: list[grpc.aio.ServerInterceptor] = [MessageGuard(SERVICE)]
+        if config.token_file is not None:
+            interceptors.insert(0, TokenGuard(read_token(config.token_file)))
         self._grpc = grpc.aio.server(interceptors=interceptors, options=server_options(config))
         self._tasks: list[asyncio.Task[None]] = []
         self._gateway: Gateway | None = None

@@ -56,6 +56,8 @@ def ends_with_faults(method: Method) -> Method:
     @wraps(method)
     async def call(self: EngineService, request: Any, context: Context) -> Any:
         try:
+            if request is None:
+                raise invalid("message", "bytes", "are no message of this method")
             return await method(self, request, context)
         except Fault as fault:
             self.note(fault, request)

@@ -7,7 +7,7 @@ line's help.
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -58,7 +58,7 @@ class LimitsConfig:
 class ServeConfig:
     """Where the service listens, and how it behaves."""
 
-    limits: LimitsConfig
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
 
     host: str = "127.0.0.1"
     """Address to listen on, for gRPC and HTTP. Beyond loopback use --tls-cert and --token-file, too."""
