@@ -24,6 +24,7 @@ from . import (
     bench_exchange,
     bench_kernels,
     bench_overlap,
+    bench_serve,
     doctor,
     eplb,
     generate,
@@ -68,6 +69,7 @@ COMMANDS = {
     "bench overlap": Command(
         flags=bench_overlap.OverlapFlags, run=bench_overlap.run, about=bench_overlap.ABOUT, starts_ranks=True
     ),
+    "bench serve": Command(flags=bench_serve.ServeBenchFlags, run=bench_serve.run, about=bench_serve.ABOUT),
     "doctor": Command(flags=doctor.DoctorFlags, run=doctor.run, about=doctor.ABOUT),
     "eplb": Command(flags=eplb.EplbFlags, run=eplb.run, about=eplb.ABOUT),
     "generate": Command(flags=generate.GenerateFlags, run=generate.run, about=generate.ABOUT, starts_ranks=True),

@@ -2,6 +2,7 @@ import asyncio
 import io
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -89,6 +90,35 @@ def test_one_that_is_lost_is_missed(stand_in):
             gateway.check()
 
     asyncio.run(body())
+
+
+def test_it_ends_when_the_server_is_killed(stand_in, tmp_path):
+    """The server's part is played by a process that starts a gateway and says which."""
+    said = stand_in()
+    program = tmp_path / "server.py"
+    program.write_text(
+        "import os, subprocess, sys, time\n"
+        "from launch.openai_gateway import tied_to_us\n"
+        f"child = subprocess.Popen([*tied_to_us({str(tmp_path / 'smg')!r}), 'launch'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    root = Path(__file__).resolve().parent.parent.parent
+    with subprocess.Popen(
+        [sys.executable, str(program)], stdout=subprocess.PIPE, env={"PYTHONPATH": str(root)}
+    ) as server:
+        pid = int(server.stdout.readline())
+        asyncio.run(until(said.exists, within_s=20))
+        server.kill()
+    asyncio.run(until(lambda: not alive(pid), within_s=10))
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process that has not ended; one that nobody waits for is a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_without_the_program_it_says_how_to_get_it(monkeypatch, tmp_path):
