@@ -66,10 +66,13 @@ async def _grpc_target(channel: grpc.aio.Channel, model: str | None) -> Target:
 @asynccontextmanager
 async def _openai_target(url: str, model: str | None) -> AsyncIterator[Target]:
     try:
-        from openai import AsyncOpenAI  # optional: only this client needs it
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient  # optional: only this client needs it
     except ModuleNotFoundError as error:
         raise ValueError(f"url is {url!r}, and openai is not installed; pip install 'serried[openai]'") from error
-    async with AsyncOpenAI(base_url=f"{url.rstrip('/')}/v1", api_key="none", max_retries=0) as api:
+    direct = DefaultAsyncHttpxClient(trust_env=False)  # what is measured is this server, not a proxy before it
+    async with AsyncOpenAI(
+        base_url=f"{url.rstrip('/')}/v1", api_key="none", max_retries=0, timeout=600.0, http_client=direct
+    ) as api:
         name = model or (await api.models.list()).data[0].id
 
         async def client(ask: Ask, told: Told) -> tuple[int, int]:
