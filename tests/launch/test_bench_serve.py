@@ -10,7 +10,7 @@ from launch.bench_serve import ServeBenchFlags, cpu_seconds, measure, percentile
 from launch.commands import COMMANDS, parse_flags
 from launch.serve_load import Ask, Outcome, asks, drive, gaps
 from tests.launch.fake_group import FakeGroup
-from tests.launch.serving import served
+from tests.launch.grpc_rig import served
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -15,7 +15,7 @@ from launch.grpc_faults import Fault
 from launch.grpc_requests import read_generate
 from launch.serve_config import LimitsConfig
 from tests.launch.fake_group import FakeGroup, info_of
-from tests.launch.serving import generate, served
+from tests.launch.grpc_rig import generate, served
 
 pytestmark = pytest.mark.timeout(60)
 

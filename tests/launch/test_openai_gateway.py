@@ -13,7 +13,7 @@ from launch.logs import Log
 from launch.openai_gateway import Gateway, GatewayLost, find_program, gateway_words, quiet
 from launch.serve_config import ServeConfig
 from tests.launch.fake_group import info_of
-from tests.launch.serving import until
+from tests.launch.grpc_rig import until
 
 pytestmark = pytest.mark.timeout(30)
 

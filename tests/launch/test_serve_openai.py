@@ -16,22 +16,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import pytest
+from smg_grpc_proto import vllm_engine_pb2 as pb
+from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from tokenizers import Tokenizer
 
 from launch.bench_serve import ServeBenchFlags, measure
 from launch.openai_gateway import find_program
 from runtime import Engine, EngineConfig, SamplingParams
 from runtime.config import CacheConfig
+from tests.launch.grpc_rig import get
 
 openai = pytest.importorskip("openai", reason="the extra openai is not installed")
-grpc = pytest.importorskip("grpc")
-pb = pytest.importorskip("smg_grpc_proto").vllm_engine_pb2
-pb_grpc = pytest.importorskip("smg_grpc_proto").vllm_engine_pb2_grpc
 
 try:
     find_program()
-except ValueError as missing:
+except ValueError as missing:  # where there is no wheel of it
     pytest.skip(str(missing), allow_module_level=True)
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -39,7 +40,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 ROOT = Path(__file__).resolve().parent.parent.parent
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 WORDS = ["def", "class", "return", "for", "import", "the", "value", "list", "file", "self", "None", "with"]
-PROMPTS = [f"{first} {second} {number}" for number, (first, second) in enumerate(zip(WORDS * 3, WORDS[::-1] * 3))][:32]
+PROMPTS = [f"{WORDS[number % 12]} {WORDS[number % 7]} {number}" for number in range(32)]
 CHAT = [{"role": "user", "content": "How is a file opened?"}]
 CHAT_TEXT = "user: How is a file opened?\nassistant:"
 NUM_TOKENS = 24
@@ -273,7 +274,7 @@ def test_a_client_that_leaves_frees_its_place(api, house):
 
 
 def test_what_is_not_served_is_a_bad_request_in_words(api):
-    with pytest.raises(openai.BadRequestError, match="json_object|JSON"):
+    with pytest.raises(openai.BadRequestError, match="JSON"):
         api.chat.completions.create(model="tiny-chat", messages=CHAT, response_format={"type": "json_object"})
     with pytest.raises(openai.BadRequestError, match="must have at most"):
         complete(api, PROMPTS[0], stop=["a" * 300])
@@ -297,10 +298,7 @@ def test_the_metrics_have_seen_it_all(house):
 
 
 def fetch(house: House, path: str) -> str:
-    host, _, port = house.http.removeprefix("http://").rpartition(":")
-    from tests.launch.serving import get  # the client of the HTTP port's own tests
-
-    return asyncio.run(get(int(port), path))[1]
+    return asyncio.run(get(int(house.http.rpartition(":")[2]), path))[1]
 
 
 def counter(house: House, name: str) -> float:
