@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from eplb.goal import RebalanceStats
+from eplb.stats import RebalanceStats
 from launch.front_client import Health
 from launch.metrics import ServiceMetrics, Tally
 from runtime.telemetry import RankStats
@@ -24,7 +24,8 @@ RANK = RankStats(
     rank=0, steps=40, idle_steps=10, computed_tokens=300, generated_tokens=90, finished=7, preemptions=2,
     prefix_queries=100, prefix_hits=64, num_pages=8, free_pages=6, running=1, waiting=0, slow_steps=3, degraded=False,
     expert_balance=0.8, overflow_steps=1, rerun_steps=2, network_bytes=1000, node_bytes=2000, mean_pairs=60.0,
-    most_pairs=80, experts=RebalanceStats(rebalances=4, bytes_moved=5000), cut_steps=6, uncut_steps="",
+    most_pairs=80, experts=RebalanceStats(rebalances=4, bytes_moved=5000), cut_steps=6,
+    uncut_steps="3 too small, 2 no gain", deferred_steps=9, token_balance=0.7,
 )  # fmt: skip
 
 
@@ -76,6 +77,10 @@ def test_lockstep_has_names_of_its_own(metrics):
     assert samples["serried:expert_balance", "0"] == 0.8
     assert samples["serried:computed_balance",] == 0.75
     assert samples["serried:rerun_steps_total", "0"] == 2
+    assert samples["serried:deferred_prefill_steps_total",] == 9
+    assert samples["serried:padding_ratio",] == pytest.approx(0.3)
+    assert samples["serried:uncut_steps_total", "too small"] == 3
+    assert samples["serried:uncut_steps_total", "no gain"] == 2
     assert samples["serried:overflow_steps_total", "0"] == 1
     assert (samples["serried:rebalances_total",], samples["serried:rebalance_bytes_total",]) == (4, 5000)
     assert samples["serried:rank_state", "1", "degraded"] == 1
