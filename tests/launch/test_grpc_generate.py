@@ -356,6 +356,15 @@ def test_a_client_that_cancels_or_runs_out_of_time_lets_the_group_go(on):
     on(body)
 
 
+def test_chunks_are_long_where_nobody_reads_before_the_end(on):
+    async def body(one: Served):
+        for how in ({"stream": True}, {"stream": False, "stop": ["zzz"]}, {"stream": False}):
+            await one.ask(generate(**how))
+        assert [asked["interval"] for asked in one.group.asked] == [None, None, 64]
+
+    on(body)
+
+
 def test_headers_come_before_the_first_token(on):
     async def body(one: Served):
         one.group.held = True
