@@ -7,6 +7,7 @@ does not know what is asked.
 from __future__ import annotations
 
 import hmac
+import ssl
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,24 @@ def read_token(path: Path) -> bytes:
             "openssl rand -hex 32"
         )
     return token
+
+
+def check_access(config: ServeConfig) -> None:
+    """Look at the files before anything is started. Raises ValueError or OSError for what cannot be used."""
+    if config.token_file is not None:
+        read_token(config.token_file)
+    if config.tls_cert is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key)
+        if config.tls_client_ca is not None:
+            context.load_verify_locations(config.tls_client_ca)
+    except ssl.SSLError as error:
+        shown = ", ".join(str(path) for path in (config.tls_cert, config.tls_key, config.tls_client_ca) if path)
+        raise ValueError(
+            f"tls_cert, tls_key and tls_client_ca ({shown}) are not PEM files that fit: {error}"
+        ) from error
 
 
 def server_credentials(config: ServeConfig) -> grpc.ServerCredentials | None:

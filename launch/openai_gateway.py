@@ -91,10 +91,9 @@ def gateway_words(
     config: ServeConfig, info: GroupInfo, *, port: int, http_port: int, metrics_port: int
 ) -> Sequence[str]:
     """Its command line: one worker, and everything on the address that the server itself listens on."""
-    scheme = "grpcs" if config.tls_cert else "grpc"
     words = ["launch", "--host", config.host, "--port", str(http_port)]
     words += ["--prometheus-host", config.host, "--prometheus-port", str(metrics_port)]
-    words += ["--worker-urls", f"{scheme}://{config.host}:{port}", "--model-path", info.model_path]
+    words += ["--worker-urls", f"grpc://{config.host}:{port}", "--model-path", info.model_path]
     words += ["--policy", "cache_aware", "--health-check-interval-secs", "2"]
     words += ["--load-monitor-interval", "2", "--worker-startup-check-interval", "2", "--log-level", "warn"]
     return words

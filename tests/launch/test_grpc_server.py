@@ -13,6 +13,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 
 from launch.front_client import Health
+from launch.grpc_access import check_access
 from launch.grpc_server import GroupFailed, Server, serve_grpc
 from launch.logs import Log
 from launch.serve_config import LimitsConfig, ServeConfig
@@ -123,6 +124,19 @@ def test_a_secret_that_is_no_secret_is_refused(run, tiny, tmp_path):
             Server(FakeGroup(tiny), config, Log("text"))
 
     run(body())
+
+
+def test_files_are_looked_at_before_anything_starts(certificates, tmp_path):
+    good = {"tls_cert": certificates / "server.pem", "tls_key": certificates / "server.key"}
+    check_access(ServeConfig())
+    check_access(ServeConfig(**good, tls_client_ca=certificates / "client.pem"))
+    with pytest.raises(ValueError, match="are not PEM files that fit"):
+        check_access(ServeConfig(**good | {"tls_key": certificates / "client.key"}))
+    with pytest.raises(ValueError, match="are not PEM files that fit"):
+        check_access(ServeConfig(**good, tls_client_ca=certificates / "client.key"))
+    for missing in ({"token_file": tmp_path / "x"}, good | {"tls_cert": tmp_path / "x"}):
+        with pytest.raises(OSError, match="No such file"):
+            check_access(ServeConfig(**missing))
 
 
 @pytest.mark.parametrize("mutual", [False, True])

@@ -21,7 +21,8 @@ def config(**changes) -> ServeConfig:
         ({"tls_cert": Path("a.pem")}, "tls_cert is 'a.pem'; it needs tls_key"),
         ({"tls_key": Path("a.pem")}, "tls_key is 'a.pem'; it needs tls_cert"),
         ({"tls_client_ca": Path("a.pem")}, "tls_client_ca is 'a.pem'; it needs tls_cert and tls_key"),
-        ({"openai": True, "token_file": Path("t")}, "token_file is set; the gateway of openai has nothing"),
+        ({"openai": True, "token_file": Path("t")}, "token_file is set, and openai, too"),
+        ({"openai": True, "tls_cert": Path("c"), "tls_key": Path("k")}, "tls_cert is set, and openai, too"),
     ],
 )
 def test_what_cannot_be_is_refused_with_field_value_and_rule(changes, words):
