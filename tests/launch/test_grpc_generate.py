@@ -178,7 +178,7 @@ def test_the_parameters_arrive_as_they_were_written(on):
         assert asked["prompt"] == [6, 7, 8]
         assert asked["rank"] == 1
         assert asked["kv_transfer_params"] == {"do_remote_prefill": True}
-        assert 0 < asked["deadline_s"] <= 30
+        assert 0 < asked["deadline_s"] < 31  # both ends round
 
     on(body)
 
@@ -191,6 +191,8 @@ def test_what_is_left_out_is_neutral_and_max_tokens_fill_the_models_length(on):
         assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (1.0, 1.0, 0, 1.0)
         assert (params.max_tokens, params.seed, params.logprobs, params.logit_bias) == (253, None, None, None)
         assert (asked["n"], asked["rank"], asked["deadline_s"], asked["kv_transfer_params"]) == (1, None, None, None)
+        await one.ask(generate(max_tokens=1000, stop_token_ids=[6]))
+        assert one.group.asked[-1]["params"].max_tokens == 253  # and no more than that
 
     on(body)
 
