@@ -26,7 +26,7 @@ from .grpc_service import SERVICE, EngineService
 from .http_port import HttpPort
 from .logs import Log
 from .metrics import ServiceMetrics
-from .openai_gateway import Gateway
+from .openai_gateway import Gateway, GatewayLost
 from .serve_config import ServeConfig
 from .serve_health import Wellbeing, pages
 
@@ -173,8 +173,8 @@ class Server:
 async def serve_grpc(
     client: GroupClient, config: ServeConfig, *, log: Log | None = None, stop: asyncio.Event | None = None
 ) -> None:
-    """Serve until SIGTERM or SIGINT (or `stop`), then drain. Raises GroupFailed, OSError for a port, ValueError for a
-    file of the configuration."""
+    """Serve until SIGTERM or SIGINT (or `stop`), then drain. Raises GroupFailed, GatewayLost, OSError for a port,
+    ValueError for a file of the configuration."""
     server = Server(client, config, log or Log(config.log_format))
     with _stop_signals(stop or asyncio.Event()) as stop:
         async with AsyncExitStack() as stack:
@@ -188,6 +188,9 @@ async def serve_grpc(
                     await server.drain()
             except GroupFailed as error:
                 await server.last_words(error)
+                raise
+            except GatewayLost:  # the ranks are well: what others have asked for comes to its end
+                await server.drain()
                 raise
 
 

@@ -16,6 +16,7 @@ from launch.front_client import Health
 from launch.grpc_access import check_access
 from launch.grpc_server import GroupFailed, Server, serve_grpc
 from launch.logs import Log
+from launch.openai_gateway import GatewayLost
 from launch.serve_config import LimitsConfig, ServeConfig
 from tests.launch.fake_group import FakeGroup
 from tests.launch.grpc_rig import Served, generate, get, served, until
@@ -241,6 +242,29 @@ def test_when_the_group_fails_everybody_hears_of_whom_before_the_server_ends(run
             assert (status, json.loads(page)["words"]) == (503, "rank 1 was killed at step 7")
             with pytest.raises(GroupFailed, match="rank 1 was killed at step 7"):
                 await serving
+
+    run(body())
+
+
+def test_a_lost_gateway_ends_the_server_after_what_runs(run, tiny, monkeypatch):
+    class Lost:
+        @classmethod
+        async def start(cls, *args, **how):
+            return cls()
+
+        def check(self):
+            raise GatewayLost("the gateway smg ended with code -9")
+
+        async def stop(self):
+            pass
+
+    async def body():
+        monkeypatch.setattr("launch.grpc_server.Gateway", Lost)
+        group = FakeGroup(tiny)
+        serving = start(group, io.StringIO(), openai=True)
+        with pytest.raises(GatewayLost):
+            await serving
+        assert group.drained == [60.0]
 
     run(body())
 
