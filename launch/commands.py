@@ -17,6 +17,7 @@ from . import (
     bench_kernels,
     bench_overlap,
     config_show,
+    bench_serve,
     doctor,
     eplb,
     generate,
@@ -69,6 +70,7 @@ COMMANDS = {
         flags=bench_overlap.OverlapFlags, run=bench_overlap.run, about=bench_overlap.ABOUT, starts_ranks=True
     ),
     "config": Command(flags=config_show.ConfigFlags, run=config_show.run, about=config_show.ABOUT, wants_origins=True),
+    "bench serve": Command(flags=bench_serve.ServeBenchFlags, run=bench_serve.run, about=bench_serve.ABOUT),
     "doctor": Command(flags=doctor.DoctorFlags, run=doctor.run, about=doctor.ABOUT),
     "eplb": Command(flags=eplb.EplbFlags, run=eplb.run, about=eplb.ABOUT),
     "generate": Command(flags=generate.GenerateFlags, run=generate.run, about=generate.ABOUT, starts_ranks=True),

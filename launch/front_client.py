@@ -155,8 +155,12 @@ class GroupClient(Protocol):
         cache_salt: str = "",
         deadline_s: float | None = None,
         kv_transfer_params: dict[str, Any] | None = None,
+        interval: int | None = None,
     ) -> Stream:
-        """Raises Refused, or RequestError for what can never run."""
+        """Raises Refused, or RequestError for what can never run.
+
+        `interval`: tokens of a chunk, at least, but for the first and the last of an index; None: as is usual.
+        """
         ...
 
     def abort(self, request_id: str, *, why: str) -> bool:

@@ -104,13 +104,14 @@ class FrontGroup:
         cache_salt: str = "",
         deadline_s: float | None = None,
         kv_transfer_params: dict[str, Any] | None = None,
+        interval: int | None = None,
     ) -> OpenStream:
         """For the protocol see `front_client.GroupClient`."""
         house = self._open_house()
         if kv_transfer_params is not None:
             rule = "must be left out: there is no connector that could fetch or leave a cache"
             raise RequestError(field="kv_transfer_params", value="an object", rule=rule)
-        ask = Ask(n=n, rank=rank, priority=priority, cache_salt=cache_salt, deadline_s=deadline_s)
+        ask = Ask(n=n, rank=rank, priority=priority, cache_salt=cache_salt, deadline_s=deadline_s, interval=interval)
         stream = house.admit(request_id, prompt, params, ask)
         self._start_wave()
         return stream

@@ -53,6 +53,7 @@ class Ask:
     priority: int = 0
     cache_salt: str = ""
     deadline_s: float | None = None
+    interval: int | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -176,7 +177,7 @@ class House:
             request.id,
             n=ask.n,
             stop_token_ids=frozenset(request.params.stop_token_ids),
-            interval=self._limits.stream_interval,
+            interval=ask.interval or self._limits.stream_interval,
             on_cancel=self._cancel,
             clock=self._clock,
         )

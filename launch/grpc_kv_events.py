@@ -97,9 +97,9 @@ class KvRelay:
         place, sample = self._place(start), 0
         while True:
             if place is None:
+                place = self._sequence + 1  # before any is told: the subscriber may take its time with them
                 for batch in self._snapshot():
                     yield batch
-                place = self._sequence + 1
             while place <= self._sequence and (batch := self._at(place)) is not None:
                 yield batch
                 place += 1

@@ -21,12 +21,12 @@ from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 
 from .front_client import GroupClient, GroupInfo
-from .grpc_access import TokenGuard, read_token, server_credentials
+from .grpc_access import MessageGuard, TokenGuard, read_token, server_credentials
 from .grpc_service import SERVICE, EngineService
 from .http_port import HttpPort
 from .logs import Log
 from .metrics import ServiceMetrics
-from .openai_gateway import Gateway
+from .openai_gateway import Gateway, GatewayLost
 from .serve_config import ServeConfig
 from .serve_health import Wellbeing, pages
 
@@ -66,7 +66,9 @@ class Server:
         self._service = EngineService(client, config, metrics=self._metrics, wellbeing=self._wellbeing, log=log)
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  # set at import
         self._http = HttpPort(pages(self._wellbeing, self._metrics))
-        interceptors = [TokenGuard(read_token(config.token_file))] if config.token_file else []
+        interceptors: list[grpc.aio.ServerInterceptor] = [MessageGuard(SERVICE)]
+        if config.token_file is not None:
+            interceptors.insert(0, TokenGuard(read_token(config.token_file)))
         self._grpc = grpc.aio.server(interceptors=interceptors, options=server_options(config))
         self._tasks: list[asyncio.Task[None]] = []
         self._gateway: Gateway | None = None
@@ -171,8 +173,8 @@ class Server:
 async def serve_grpc(
     client: GroupClient, config: ServeConfig, *, log: Log | None = None, stop: asyncio.Event | None = None
 ) -> None:
-    """Serve until SIGTERM or SIGINT (or `stop`), then drain. Raises GroupFailed, OSError for a port, ValueError for a
-    file of the configuration."""
+    """Serve until SIGTERM or SIGINT (or `stop`), then drain. Raises GroupFailed, GatewayLost, OSError for a port,
+    ValueError for a file of the configuration."""
     server = Server(client, config, log or Log(config.log_format))
     with _stop_signals(stop or asyncio.Event()) as stop:
         async with AsyncExitStack() as stack:
@@ -186,6 +188,9 @@ async def serve_grpc(
                     await server.drain()
             except GroupFailed as error:
                 await server.last_words(error)
+                raise
+            except GatewayLost:  # the ranks are well: what others have asked for comes to its end
+                await server.drain()
                 raise
 
 

@@ -56,6 +56,8 @@ def ends_with_faults(method: Method) -> Method:
     @wraps(method)
     async def call(self: EngineService, request: Any, context: Context) -> Any:
         try:
+            if request is None:
+                raise invalid("message", "bytes", "are no message of this method")
             return await method(self, request, context)
         except Fault as fault:
             self.note(fault, request)
@@ -98,9 +100,9 @@ class EngineService(pb_grpc.VllmEngineServicer):
         return relay
 
     def note(self, fault: Fault, request: Any) -> None:
-        """A call ends with `fault`."""
+        """A call ends with `fault`. A group that fails is logged once, not for each of its requests."""
         self._metrics.refused[fault.reason] += 1
-        if fault.status != grpc.StatusCode.INVALID_ARGUMENT:
+        if fault.status != grpc.StatusCode.INVALID_ARGUMENT and fault.reason != "group_failed":
             name = getattr(request, "request_id", None)
             self._log.say(fault.detail, level="warning", request=name, reason=fault.reason)
 

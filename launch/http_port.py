@@ -65,6 +65,9 @@ class HttpPort:
         await self.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._num_open >= MAX_CONNECTIONS:
+            writer.transport.abort()  # before it costs anything
+            return
         self._num_open += 1
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
@@ -78,8 +81,6 @@ class HttpPort:
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader) -> tuple[Page, bool]:
-        if self._num_open > MAX_CONNECTIONS:
-            return Page(status=503, body=b"too many connections\n"), True
         try:
             head = await reader.readuntil(b"\r\n\r\n")
         except asyncio.IncompleteReadError:

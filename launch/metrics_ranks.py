@@ -73,6 +73,17 @@ def _lockstep(stats: Sequence[RankStats]) -> Iterator[Metric]:
         ("serried:node_bytes", "node_bytes", "Sent to ranks of the same node by the exchange."),
     ):
         yield counter(name, about, {(str(rank.rank),): getattr(rank, field) for rank in stats}, labels=RANK)
+    if stats:  # what is the same on all ranks
+        yield counter(
+            "serried:deferred_prefill_steps",
+            "Steps in which some rank's prompts were put off.",
+            {(): stats[0].deferred_steps},
+            labels=(),
+        )
+        padding = {(): 1.0 - stats[0].token_balance}
+        yield gauge("serried:padding_ratio", "Share of the steps' room that no token fills.", padding, labels=())
+        uncut = {(reason,): count for count, reason in _uncut(stats[0].uncut_steps)}
+        yield counter("serried:uncut_steps", "Steps that were not cut, by reason.", uncut, labels=("reason",))
     idle = {(str(rank.rank),): rank.idle_steps / max(rank.steps, 1) for rank in stats}
     yield gauge("serried:idle_step_ratio", "Share of the steps without a token of this rank.", idle, labels=RANK)
 
@@ -90,3 +101,9 @@ def _experts(stats: Sequence[RankStats]) -> Iterator[Metric]:
     ):
         values = {(): max((getattr(rank.experts, field) for rank in stats), default=0)}
         yield counter(name, about, values, labels=())
+
+
+def _uncut(words: str) -> list[tuple[int, str]]:
+    """`3 too small, 2 no gain` as counts and reasons (see `runtime.overlap.uncut_words`)."""
+    parts = [part.partition(" ") for part in words.split(", ") if part]
+    return [(int(count), reason) for count, _, reason in parts]

@@ -16,13 +16,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .as_rank import on_parent_death
 from .front_client import GroupInfo
 from .logs import Log
 from .serve_config import ServeConfig
 
 STOP_S = 10.0
 PROGRAM = "smg"
+
+TIE = """\
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, {signal}, 0, 0, 0)
+if os.getppid() == {me}:
+    os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""prctl's PR_SET_PDEATHSIG is 1; who has lost its parent before that has nothing to begin."""
 
 
 class GatewayLost(Exception):
@@ -44,7 +51,12 @@ class Gateway:
         metrics_port = config.openai_metrics_port or free_port(config.host)
         words = gateway_words(config, info, port=port, http_port=http_port, metrics_port=metrics_port)
         process = await asyncio.create_subprocess_exec(
-            program, *words, stdin=asyncio.subprocess.DEVNULL, stdout=2, env=quiet(os.environ), preexec_fn=_die_with_us
+            *tied_to_us(program),
+            *words,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=2,
+            env=quiet(os.environ),
+            process_group=0,  # Ctrl-C reaches the server, which ends the gateway after its own requests
         )
         log.say("openai: the gateway starts", api=f"http://{config.host}:{http_port}/v1", pid=process.pid)
         return cls(process, http_port)
@@ -79,10 +91,9 @@ def gateway_words(
     config: ServeConfig, info: GroupInfo, *, port: int, http_port: int, metrics_port: int
 ) -> Sequence[str]:
     """Its command line: one worker, and everything on the address that the server itself listens on."""
-    scheme = "grpcs" if config.tls_cert else "grpc"
     words = ["launch", "--host", config.host, "--port", str(http_port)]
     words += ["--prometheus-host", config.host, "--prometheus-port", str(metrics_port)]
-    words += ["--worker-urls", f"{scheme}://{config.host}:{port}", "--model-path", info.model_path]
+    words += ["--worker-urls", f"grpc://{config.host}:{port}", "--model-path", info.model_path]
     words += ["--policy", "cache_aware", "--health-check-interval-secs", "2"]
     words += ["--load-monitor-interval", "2", "--worker-startup-check-interval", "2", "--log-level", "warn"]
     return words
@@ -101,7 +112,9 @@ def free_port(host: str) -> int:
         return probe.getsockname()[1]
 
 
-def _die_with_us() -> None:
-    """In the gateway's process, before it begins."""
-    os.setpgrp()  # Ctrl-C in the terminal reaches the server, which ends the gateway after its own requests
-    on_parent_death(signal.SIGTERM)
+def tied_to_us(program: str) -> Sequence[str]:
+    """Words that run `program`, which the system ends together with this process.
+
+    A process asks for that itself: a function between fork and exec would do, but gRPC's threads forbid forks.
+    """
+    return [sys.executable, "-I", "-S", "-c", TIE.format(me=os.getpid(), signal=int(signal.SIGTERM)), program]

@@ -15,8 +15,9 @@ from runtime import EngineConfig
 
 from .front_config import FrontConfig
 from .generate import announce, check_model, prepare_kernels
-from .group import Start, Telling
+from .group import Start, Telling, is_primary
 from .models import find_model
+from .openai_gateway import find_program
 from .place import GroupFlags
 from .refusal import Refusal, refusals
 from .report import loading_bar
@@ -53,7 +54,8 @@ class ServeFlags:
 def run(flags: ServeFlags, start: Start) -> int:
     """Be one rank of a group that serves; returns the exit code. Raises Refusal for what cannot be run."""
     try:
-        from .serve_rank import serve_rank  # optional: it needs the extra `serve`
+        from .grpc_access import check_access  # optional, as what follows: they need the extra `serve`
+        from .serve_rank import serve_rank
     except ModuleNotFoundError as error:
         raise Refusal(f"{error.name} is not installed, and a service needs it: pip install 'serried[serve]'") from error
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -61,6 +63,10 @@ def run(flags: ServeFlags, start: Start) -> int:
     with refusals():
         folder = find_model(flags.engine.model)
         check_model(folder, flags.engine)
+        if is_primary(start):  # files and programs of the front door's node; the other ranks may lie elsewhere
+            check_access(flags.serve)
+            if flags.serve.openai:
+                find_program()
     with loading_bar(notes) as progress:
         telling = Telling(say=notes.print, on_plan=lambda plan: announce(plan, notes), on_progress=progress)
         config = replace(flags.engine, model=str(folder))

@@ -7,7 +7,7 @@ line's help.
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -58,7 +58,7 @@ class LimitsConfig:
 class ServeConfig:
     """Where the service listens, and how it behaves."""
 
-    limits: LimitsConfig
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
 
     host: str = "127.0.0.1"
     """Address to listen on, for gRPC and HTTP. Beyond loopback use --tls-cert and --token-file, too."""
@@ -123,9 +123,9 @@ class ServeConfig:
             raise ValueError(f"{given} is {str(getattr(self, given))!r}; it needs {missing}, e.g. server.pem")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError(f"tls_client_ca is {str(self.tls_client_ca)!r}; it needs tls_cert and tls_key")
-        if self.openai and (self.tls_client_ca is not None or self.token_file is not None):
-            field = "tls_client_ca" if self.tls_client_ca is not None else "token_file"
-            raise ValueError(f"{field} is set; the gateway of openai has nothing to show for it; leave one of them out")
+        if self.openai and (self.tls_cert is not None or self.token_file is not None):
+            field = "tls_cert" if self.tls_cert is not None else "token_file"
+            raise ValueError(f"{field} is set, and openai, too: the gateway calls in plain text; leave one of them out")
 
     @property
     def http_port_or_next(self) -> int:

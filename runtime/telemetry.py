@@ -91,6 +91,10 @@ class RankStats:
     """How many did not, by reason; empty where overlap is off."""
     beat_wait_s: float = 0.0
     """Seconds in waits for the votes of other ranks."""
+    deferred_steps: int = 0
+    """Steps in which some rank's prompts were put off; the same on all ranks."""
+    token_balance: float = 1.0
+    """Mean over max of the tokens that ranks compute in a step; the rest would be padding. The same on all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -218,6 +218,8 @@ class Worker:
             cut_steps=self.state.overlap.counts.get(Choice.CUT, 0),
             uncut_steps=uncut_words(self.state.overlap),
             beat_wait_s=counters.beat_wait_ns / 1e9,
+            deferred_steps=self.state.cadence.tally.deferred_steps,
+            token_balance=self.state.cadence.tally.balance_ratio,
         )
 
     def _read_inbox(self) -> None:
