@@ -22,6 +22,7 @@ import torch
 from runtime import Engine, EngineConfig
 from runtime.assembly import OnPlan
 from runtime.front import accept_ranks, call_front
+from runtime.instruments import Instruments
 from runtime.mailbox import LinkMailbox
 from runtime.process_ranks import ProcessRanks
 from runtime.progress import OnProgress
@@ -61,8 +62,17 @@ class Telling:
 
 
 @contextmanager
-def engine_of(config: EngineConfig, flags: GroupFlags, start: Start, telling: Telling) -> Iterator[Engine | None]:
+def engine_of(
+    config: EngineConfig,
+    flags: GroupFlags,
+    start: Start,
+    telling: Telling,
+    *,
+    instruments: Instruments | None = None,
+) -> Iterator[Engine | None]:
     """The engine, ready; or None in a process that was a rank of a group, whose work is done by then.
+
+    instruments: what a benchmark wants measured; None: nothing.
 
     Raises ValueError for what cannot run, RanksDiffer, PeerFailed for a rank that does not come. When a rank fails, the
     process ends with code 1 and one line that names it.
@@ -70,7 +80,7 @@ def engine_of(config: EngineConfig, flags: GroupFlags, start: Start, telling: Te
     world = start.child.world if start.child else detect(os.environ)
     check_ranks(world, config.ranks if config.ranks != 1 else None)
     if world.size == 1 and (config.ranks == 1 or flags.transport == "threads"):
-        yield from _threads(config, flags, telling)
+        yield from _threads(config, flags, telling, instruments)
         return
     if world.source == "torchrun":
         on_parent_death(signal.SIGKILL)  # its agent does not watch over what it leaves when it is killed itself
@@ -91,7 +101,7 @@ def engine_of(config: EngineConfig, flags: GroupFlags, start: Start, telling: Te
     with ExitStack() as stack:
         fields = (*model_fields(Path(config.model)), *config_fields(settled.config))
         meeting, ranks = meet_ranks(flags.meeting, start, world, stack, fields=fields, endpoints=ENDPOINTS)
-        place = Place(settled, flags, world, meeting, stack, child=start.child)
+        place = Place(settled, flags, world, meeting, stack, child=start.child, instruments=instruments)
         if world.is_primary:
             yield from _front(place, meeting, telling)
             for rank, how in (ranks.wait() if ranks else {}).items():
@@ -105,7 +115,9 @@ def engine_of(config: EngineConfig, flags: GroupFlags, start: Start, telling: Te
             yield None
 
 
-def _threads(config: EngineConfig, flags: GroupFlags, telling: Telling) -> Iterator[Engine]:
+def _threads(
+    config: EngineConfig, flags: GroupFlags, telling: Telling, instruments: Instruments | None
+) -> Iterator[Engine]:
     """All ranks here."""
     trace = Trace(flags.trace)
     ranks = ThreadRanks(
@@ -115,6 +127,7 @@ def _threads(config: EngineConfig, flags: GroupFlags, telling: Telling) -> Itera
         on_progress=telling.on_progress,
         trace=trace.transport,
         timeline=trace.timeline,
+        instruments=instruments,
     )
     with Engine(config, ranks=ranks, on_notice=telling.say) as engine:
         yield engine

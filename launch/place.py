@@ -24,6 +24,7 @@ from ep.torch_dist import open_store, open_torch_dist
 from runtime.assembly import OnPlan, Seat, assemble
 from runtime.control import Control
 from runtime.gpu_health import GpuHealth, load_library
+from runtime.instruments import Instruments
 from runtime.mailbox import Mailbox
 from runtime.node_share import NodePeers
 from runtime.progress import OnProgress
@@ -107,9 +108,11 @@ class Place:
         stack: ExitStack,
         *,
         child: Child | None,
+        instruments: Instruments | None = None,
     ) -> None:
         self.settled = settled
         self.world = world
+        self.instruments = instruments
         self.trace = Trace(flags.trace)
         self.traced: tuple[str, ...] = ()
         self.times = StartupTimes(began=process_began())
@@ -179,6 +182,7 @@ class Place:
                 on_plan=on_plan,
                 on_progress=on_progress,
                 peers=node_peers(self.world, self.control),
+                instruments=self.instruments,
             )
             parts.workers[0].decoder.self_test()
             self.times.mark("load")

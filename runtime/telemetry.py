@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from eplb.goal import RebalanceStats
 
+from .measures import RankMeasures
 from .rows import Rows
 
 
@@ -87,6 +88,8 @@ class RankStats:
     """Steps that ran in several tracks; the same on all ranks."""
     uncut_steps: str
     """How many did not, by reason; empty where overlap is off."""
+    measures: RankMeasures | None = None
+    """Where its steps' time went, where a benchmark asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

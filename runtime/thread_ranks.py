@@ -13,6 +13,7 @@ from ep import ThreadGroup, Transport
 
 from .assembly import OnPlan, Parts, Seat, assemble
 from .config import EngineConfig
+from .instruments import Instruments
 from .outputs import News, Note
 from .progress import OnProgress
 from .ranks import GroupFacts, Item, Tray, Wave
@@ -30,6 +31,7 @@ class ThreadRanks:
     """`config.ranks` workers on one ThreadGroup; see `ranks.Ranks`.
 
     trace, timeline   what is put around each rank's transport, and what each rank's tracks are told to
+    instruments       what a benchmark wants measured
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class ThreadRanks:
         on_progress: OnProgress | None,
         trace: Callable[[Transport], Transport] = lambda transport: transport,
         timeline: Callable[[int], Untimed] = lambda _: UNTIMED,
+        instruments: Instruments | None = None,
     ) -> None:
         settled = settle(config)
         self._said: Said = queue.SimpleQueue()
@@ -56,6 +59,7 @@ class ThreadRanks:
             drafter=drafter,
             on_plan=on_plan,
             on_progress=on_progress,
+            instruments=instruments,
         )
         self.facts = GroupFacts(
             model=self._parts.model,

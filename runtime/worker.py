@@ -35,6 +35,7 @@ from .outputs import News, Note
 from .overlap import longest_rows, uncut_words
 from .pace import Pace
 from .pages import PagePool
+from .part_times import NO_PARTS, NoParts
 from .prefix import PrefixCache
 from .ranks import Admit, Inbox, Wish
 from .recorder import Recorder
@@ -79,6 +80,7 @@ class Worker:
         timeline: Untimed = UNTIMED,
         excuses: Excuses = no_excuse,
         sampler: SamplerOps | None = None,
+        parts: NoParts = NO_PARTS,
     ) -> None:
         self.decoder = decoder
         self.scheduler = scheduler
@@ -103,6 +105,7 @@ class Worker:
         self.inbox = inbox
         self.may_overflow = may_overflow
         self.run_twice = run_twice
+        self.parts = parts
         self.launcher = Launcher(
             decoder,
             table,
@@ -159,6 +162,7 @@ class Worker:
         self.expert_pairs = launched.num_pairs
         self.in_flight.add(launched)
         self.counters.launched(rows)
+        self.parts.ran(plan.step, rows, tracks=plan.tracks)
         self.pace.took(plan.bucket, time.monotonic() - begin)
         if self.run_twice is not None and self.run_twice(plan.step):
             self._launch_again(exact=False)
@@ -168,6 +172,7 @@ class Worker:
         self.recorder.predict(sum([self.pace.predict(bucket) for bucket in self.in_flight.buckets]))
         self.recorder.stamp(Phase.LAUNCH, plan.step)
         self.counters.rerun_steps += len(self.in_flight)
+        self.parts.ran(plan.step, None, tracks=1)
         self._launch_again(exact=True)
 
     def _launch_again(self, *, exact: bool) -> None:
@@ -216,6 +221,7 @@ class Worker:
             experts=self.experts.stats,
             cut_steps=self.state.overlap.counts.get(Choice.CUT, 0),
             uncut_steps=uncut_words(self.state.overlap),
+            measures=self.parts.measures(),
         )
 
     def _read_inbox(self) -> None:
@@ -293,5 +299,6 @@ class Worker:
     def _finish(self, step: ReadStep) -> None:
         """Let a step out: its tokens reach the requests, its expert counts the load; ended requests leave."""
         launched, rows = step.launched, step.launched.rows
+        self.parts.counted(launched.counts_LE)
         self.experts.count(launched.counts_LE, num_tokens=rows.num_tokens, experts_LTK=launched.experts_LTK)
         self.voice.say(self.scheduler.finish(rows, step.samples))
