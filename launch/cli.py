@@ -38,6 +38,7 @@ commands:
   plan       Say what a model needs on each rank, and whether it fits, without loading it.
   shard      Write one file for each rank's share of a checkpoint, for fast starts.
   simulate   Show what the prefill cadence does to ranks in lockstep, without a device.
+  top        Watch the ranks of running groups: tokens, cache, queues, waits, load of experts.
 
 examples:
   serried generate profiles/models/tiny-v3 --prompt 'The "assert" statement' --ranks 4
@@ -49,7 +50,7 @@ examples:
 
 `serried COMMAND --help` lists a command's flags.
 """
-COMMANDS = ("bench", "doctor", "eplb", "generate", "plan", "shard", "simulate")
+COMMANDS = ("bench", "doctor", "eplb", "generate", "plan", "shard", "simulate", "top")
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 

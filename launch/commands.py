@@ -24,12 +24,14 @@ from . import (
     bench_exchange,
     bench_kernels,
     bench_overlap,
+    bench_throughput,
     doctor,
     eplb,
     generate,
     plan,
     shard,
     simulate,
+    top,
 )
 from .as_rank import Child
 from .group import Start
@@ -67,12 +69,19 @@ COMMANDS = {
     "bench overlap": Command(
         flags=bench_overlap.OverlapFlags, run=bench_overlap.run, about=bench_overlap.ABOUT, starts_ranks=True
     ),
+    "bench throughput": Command(
+        flags=bench_throughput.ThroughputFlags,
+        run=bench_throughput.run,
+        about=bench_throughput.ABOUT,
+        starts_ranks=True,
+    ),
     "doctor": Command(flags=doctor.DoctorFlags, run=doctor.run, about=doctor.ABOUT),
     "eplb": Command(flags=eplb.EplbFlags, run=eplb.run, about=eplb.ABOUT),
     "generate": Command(flags=generate.GenerateFlags, run=generate.run, about=generate.ABOUT, starts_ranks=True),
     "plan": Command(flags=plan.PlanFlags, run=plan.run, about=plan.ABOUT),
     "shard": Command(flags=shard.ShardFlags, run=shard.run, about=shard.ABOUT),
     "simulate": Command(flags=simulate.SimulateFlags, run=simulate.run, about=simulate.ABOUT),
+    "top": Command(flags=top.TopFlags, run=top.run, about=top.ABOUT),
 }
 
 

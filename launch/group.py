@@ -30,6 +30,7 @@ from runtime.settling import settle
 from runtime.thread_ranks import ThreadRanks
 
 from .as_rank import Child, hush, on_parent_death
+from .display import Display
 from .fields import config_fields, model_fields, version_fields
 from .meeting import Meeting
 from .place import ENDPOINTS, GroupFlags, Place, transport_of
@@ -120,6 +121,7 @@ def _threads(
 ) -> Iterator[Engine]:
     """All ranks here."""
     trace = Trace(flags.trace)
+    display = Display(f"threads-{os.getpid()}", chosen=flags.run_dir)
     ranks = ThreadRanks(
         config,
         drafter=None,
@@ -128,9 +130,15 @@ def _threads(
         trace=trace.transport,
         timeline=trace.timeline,
         instruments=instruments,
+        show=lambda rank: display.show(rank, config.ranks),
     )
-    with Engine(config, ranks=ranks, on_notice=telling.say) as engine:
-        yield engine
+    for line in display.warnings:
+        telling.say(line)
+    try:
+        with Engine(config, ranks=ranks, on_notice=telling.say) as engine:
+            yield engine
+    finally:
+        display.close()
     for line in trace.finish():
         telling.say(line)
 

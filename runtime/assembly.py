@@ -47,6 +47,7 @@ from .routing_record import open_recorder
 from .sampler_ops import sampler_ops
 from .scheduler import Drafter, Scheduler
 from .settling import Settled
+from .showing import NOT_SHOWN, NotShown
 from .startup import LoadReport
 from .straggler import StragglerState
 from .voice import Excuses, no_excuse
@@ -72,7 +73,7 @@ class Parts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
     """What ties one rank to the others, and to whoever listens. `timeline` is told what its tracks do; `excuses`
-    say why its device may be slow."""
+    say why its device may be slow; `show` is told every step."""
 
     transport: Transport
     control: Control
@@ -82,6 +83,7 @@ class Seat:
     inbox: Inbox
     timeline: Untimed = UNTIMED
     excuses: Excuses = no_excuse
+    show: NotShown = NOT_SHOWN
 
 
 def assemble(
@@ -264,6 +266,7 @@ def _worker(
         excuses=seat.excuses,
         sampler=timed_sampler(sampler_ops(config.ops), timer),
         parts=timer,
+        show=seat.show,
     )
 
 

@@ -23,6 +23,8 @@ import numpy as np
 from .workload_run import RequestTimes, Run
 
 STEADY_SHARE = 0.9
+PERCENTILES = tuple(range(0, 101, 4))
+"""Of each latency, for pictures."""
 SLICES = 10
 """Equal parts of the steady window whose throughputs say how noisy it was."""
 
@@ -84,15 +86,26 @@ def serving_figures(run: Run, *, ranks: int) -> dict[str, Any]:
 
 
 def latency_figures(done: Sequence[RequestTimes]) -> dict[str, Any]:
-    """Milliseconds: mean, median, std, P90 and P99 of each latency; None where there is none to measure."""
+    """Milliseconds: mean, median, std, P90 and P99 of each latency, None where there is none to measure; and all of
+    PERCENTILES."""
+    kinds = latencies_s(done)
+    found = {key: value for name, seconds in kinds.items() for key, value in _spread(name, seconds).items()}
+    ladder = {
+        name: (1000.0 * np.percentile(seconds, PERCENTILES)).tolist() if seconds else []
+        for name, seconds in kinds.items()
+    }
+    return {**found, "percentiles": ladder}
+
+
+def latencies_s(done: Sequence[RequestTimes]) -> dict[str, list[float]]:
+    """Every latency of every request, seconds."""
     several = [request for request in done if len(request.tokens_s) > 1]
-    kinds = {
+    return {
         "ttft": [request.ttft_s for request in done],
         "tpot": [(request.latency_s - request.ttft_s) / (len(request.tokens_s) - 1) for request in several],
         "itl": [gap for request in several for gap in request.gaps_s],
         "e2el": [request.latency_s for request in done],
     }
-    return {key: value for name, seconds in kinds.items() for key, value in _spread(name, seconds).items()}
 
 
 def _spread(name: str, seconds: Sequence[float]) -> dict[str, float | None]:

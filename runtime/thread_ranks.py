@@ -20,6 +20,7 @@ from .ranks import GroupFacts, Item, Tray, Wave
 from .recorder import Unwatched
 from .scheduler import Drafter
 from .settling import settle
+from .showing import NOT_SHOWN, NotShown
 from .telemetry import RankStats
 from .thread_control import ThreadControl
 from .worker import Worker
@@ -32,6 +33,7 @@ class ThreadRanks:
 
     trace, timeline   what is put around each rank's transport, and what each rank's tracks are told to
     instruments       what a benchmark wants measured
+    show              where each rank shows how it is
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class ThreadRanks:
         trace: Callable[[Transport], Transport] = lambda transport: transport,
         timeline: Callable[[int], Untimed] = lambda _: UNTIMED,
         instruments: Instruments | None = None,
+        show: Callable[[int], NotShown] = lambda _: NOT_SHOWN,
     ) -> None:
         settled = settle(config)
         self._said: Said = queue.SimpleQueue()
@@ -53,7 +56,7 @@ class ThreadRanks:
         self._parts: Parts = assemble(
             settled,
             seats=[
-                _seat(transport, tray, said, trace=trace, timeline=timeline(transport.rank))
+                _seat(transport, tray, said, trace=trace, timeline=timeline(transport.rank), show=show(transport.rank))
                 for transport, tray in zip(self._group.transports, self._trays, strict=True)
             ],
             drafter=drafter,
@@ -107,11 +110,13 @@ def _seat(
     *,
     trace: Callable[[Transport], Transport],
     timeline: Untimed,
+    show: NotShown,
 ) -> Seat:
     def emit(items: Sequence[News]) -> None:
         said.put((transport.rank, items))
 
     def notify(note: Note) -> None:
+        show.noted(note.text)
         said.put((transport.rank, [note]))
 
     return Seat(
@@ -122,4 +127,5 @@ def _seat(
         notify=notify,
         inbox=tray,
         timeline=timeline,
+        show=show,
     )

@@ -42,6 +42,7 @@ from .recorder import Recorder
 from .rows import Proposal
 from .sampler_ops import SamplerOps
 from .scheduler import Scheduler
+from .showing import NOT_SHOWN, NotShown
 from .straggler import StragglerState, watch
 from .telemetry import RankStats, StepCounters
 from .verdict import Phase
@@ -81,6 +82,7 @@ class Worker:
         excuses: Excuses = no_excuse,
         sampler: SamplerOps | None = None,
         parts: NoParts = NO_PARTS,
+        show: NotShown = NOT_SHOWN,
     ) -> None:
         self.decoder = decoder
         self.scheduler = scheduler
@@ -106,6 +108,7 @@ class Worker:
         self.may_overflow = may_overflow
         self.run_twice = run_twice
         self.parts = parts
+        self.show = show
         self.launcher = Launcher(
             decoder,
             table,
@@ -123,7 +126,8 @@ class Worker:
         """Step until no rank has an unfinished request. Every rank of the group runs this at the same time."""
         with torch.inference_mode():
             while self.step():
-                pass
+                self.show.stepped(self)
+        self.show.rested()
 
     def step(self) -> bool:
         """One beat; False when the plan says that the wave is over, or paused with nothing in flight."""
