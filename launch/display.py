@@ -12,6 +12,7 @@ from pathlib import Path
 
 from runtime.show_page import PageState, ShowPage
 from runtime.showing import NOT_SHOWN, NotShown, Showing
+from runtime.verdict import Verdict
 
 from .run_folder import RunFolder, base_folder
 
@@ -53,7 +54,7 @@ class Display:
             with contextlib.suppress(OSError):  # others are still in it
                 self._folder.path.rmdir()
 
-    def take_down(self) -> None:
-        """The group has failed: nobody's page says anything any more."""
-        if self._folder is not None:
-            self._folder.remove()
+    def fail(self, verdict: Verdict) -> None:
+        """The group has failed: the pages stay and say so, until another group starts."""
+        for page in self._pages:
+            page.write_verdict(verdict)

@@ -226,7 +226,7 @@ class Place:
 
     def _hear_verdict(self, verdict: Verdict) -> None:
         self._verdict = verdict
-        self._display.take_down()
+        self._display.fail(verdict)
         if self._lose is not None:
             self._lose(PeerFailed(verdict.culprit, verdict.cause, rank=self.world.rank, step=max(verdict.step, 0)))
             self._finished.wait(LAST_WORDS_S)

@@ -3,7 +3,7 @@
     $XDG_RUNTIME_DIR/serried, or /dev/shm/serried-UID, or serried-UID in the folder for temporary files
         RUN/rank0  RUN/rank1 ...      pages, see `runtime.show_page`
 
-Only this user may enter it. A group takes its folder away when it ends; what a killed one left is cleared by the next.
+Only this user may enter it. A group takes its folder away when it ends; what a failed one left is cleared by the next.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def check_own(folder: Path) -> None:
 
 
 def read_runs(base: Path) -> dict[str, list[Shown]]:
-    """The groups that have a living rank here, by name: their pages in rank order."""
+    """The groups that have a living rank here or have failed, by name: their pages in rank order."""
     found = {}
     for folder in sorted(base.iterdir()) if base.is_dir() else ():
         pages = pages_of(folder)
-        if any(page.process != "gone" for page in pages):
+        if any(page.process != "gone" or page.culprit is not None for page in pages):
             found[folder.name] = pages
     return found
 

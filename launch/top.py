@@ -1,6 +1,7 @@
-"""`serried top`: the ranks of this machine's running groups, live: what each has to do, and whom the others wait for.
+"""`serried top`: the ranks of this machine's groups, live: what each has to do, and whom the others wait for.
 
-Reads the pages that ranks write (`runtime.show_page`) and asks nobody: a rank that hangs or is stopped is shown as such.
+Reads the pages that ranks write (`runtime.show_page`) and asks nobody: a rank that hangs or is stopped is shown as
+such, and of a group that has failed it is said who did, until the next one starts.
 Knows pages and how to lay them out; decides nothing.
 """
 
@@ -35,7 +36,7 @@ Examples:
   serried top --json --interval 10 >> load.jsonl
 
 Shows the groups of this user on this machine; ranks of other machines are seen there (ssh HOST serried top --once).
-Ends with Ctrl-C; --once ends with 1 where no group runs.
+Ends with Ctrl-C; --once ends with 1 where no group runs. A group that failed is shown until another one starts.
 """
 
 DONE, NOTHING = 0, 1
@@ -45,13 +46,13 @@ STALE_S = 5.0
 """A rank that steps and has not ended a step for so long is shown as late."""
 HEAT = "▁▂▃▄▅▆▇█"
 STRIP_COLUMNS = 64
-COLUMNS = (
-    "rank", "state", "tokens/s", "running", "waiting", "cache", "step ms", "own", "exchange", "beat", "preempted", "slow"
-)  # fmt: skip
-LEGEND = (
-    "ms of the last step: own work, waiting for rows (exchange), for votes (beat); slow: steps others waited for it "
-    "without cause"
-)
+COLUMNS = ("rank", "state", "tok/s", "run", "wait", "cache", "step", "own", "exch", "beat", "pre", "slow")
+LEGEND = """\
+run, wait: requests; cache: pages held; pre: preempted; slow: steps that others waited for it without cause
+step: ms of the last one; of them own work, waiting for rows (exch), waiting for votes (beat)"""
+ALARMS = ("stopped", "gone", "late", "raised", "silent", "stuck", "lost")
+NARROW = 110
+"""Columns where the output is no terminal."""
 
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -89,7 +90,7 @@ def run(flags: TopFlags) -> int:
         time.sleep(ONCE_S)
         groups = looks.look()
         say(groups, as_json=flags.json)
-        return DONE if groups else NOTHING
+        return DONE if any(group["failed"] is None for group in groups) else NOTHING
     if flags.json:
         while True:
             say(looks.look(), as_json=True)
@@ -105,7 +106,8 @@ def say(groups: Sequence[dict[str, Any]], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"time": time.time(), "groups": groups}), flush=True)
     else:
-        Console(highlight=False, soft_wrap=True).print(picture(groups))
+        console = Console(highlight=False, soft_wrap=True)
+        console.print(picture(groups), width=None if console.is_terminal else NARROW)
 
 
 class Looks:
@@ -147,7 +149,8 @@ def group_values(name: str, pages: Sequence[Shown], before: Sequence[Shown | Non
         "rerun_steps": words["rerun_steps"],
         "rebalances": words["rebalances"],
         "heat": group_heat(pages),
-        "notes": sorted({page.note for page in pages if page.note}),
+        "notes": sorted({page.note for page in pages if page.note and page.culprit is None}),
+        "failed": next((page.note for page in pages if page.culprit is not None), None),
         "warnings": warnings_of(ranks),
     }
 
@@ -183,7 +186,9 @@ def rank_values(page: Shown, before: Shown | None, *, now_ns: int) -> dict[str, 
 
 
 def state_word(page: Shown, *, now_ns: int) -> str:
-    """In a word: what the system says of the process goes before what the rank said of itself."""
+    """In a word: a verdict of the group, then what the system says of the process, then what the rank said of itself."""
+    if page.culprit is not None:
+        return page.reason if page.culprit == page.words["rank"] else "ended"
     if page.process != "running":
         return page.process
     if page.state is not PageState.STEPS:
@@ -193,9 +198,7 @@ def state_word(page: Shown, *, now_ns: int) -> str:
 
 def warnings_of(ranks: Sequence[dict[str, Any]]) -> list[str]:
     """What somebody should look at."""
-    lines = [
-        f"rank {rank['rank']} is {rank['state']}" for rank in ranks if rank["state"] in ("stopped", "gone", "late")
-    ]
+    lines = [f"rank {rank['rank']} is {rank['state']}" for rank in ranks if rank["state"] in ALARMS]
     lines += [f"rank {rank['rank']} is slow for long and gets no new requests" for rank in ranks if rank["degraded"]]
     full = [str(rank["rank"]) for rank in ranks if rank["waiting"] and rank["cache_used"] > 0.98]
     return lines + ([f"requests wait for cache on rank {', '.join(full)}"] if full else [])
@@ -232,6 +235,8 @@ def headline(group: dict[str, Any]) -> str:
     here = len(group["ranks"])
     elsewhere = group["ranks_of_group"] - here
     others = f", {elsewhere} elsewhere" if elsewhere else ""
+    if group["failed"] is not None:
+        return f"run {group['run']} has failed: {group['failed']}"
     return f"run {group['run']}: {here} ranks here{others}, step {group['step']}, {group['tokens_per_s']:.1f} tokens/s"
 
 
@@ -243,7 +248,7 @@ def rank_table(ranks: Sequence[dict[str, Any]]) -> Table:
     for rank in ranks:
         table.add_row(
             str(rank["rank"]),
-            rank["state"].upper() if rank["state"] in ("stopped", "gone", "late") else rank["state"],
+            rank["state"].upper() if rank["state"] in ALARMS else rank["state"],
             "-" if rank["tokens_per_s"] is None else f"{rank['tokens_per_s']:.1f}",
             str(rank["running"]),
             str(rank["waiting"]),
@@ -266,9 +271,8 @@ def closing(group: dict[str, Any]) -> list[str]:
     ]
     if group["heat"]:
         lines.insert(1, f"load      {strip(group['heat'])}  (experts 0 to the last, full for the hottest)")
-    return (
-        lines + [f"WARNING   {line}" for line in group["warnings"]] + [f"said      {line}" for line in group["notes"]]
-    )
+    lines += [f"WARNING   {line}" for line in group["warnings"]]
+    return lines + [f"said      {line}" for line in group["notes"]]
 
 
 def strip(heat: Sequence[float]) -> str:

@@ -20,13 +20,16 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from .verdict import Reason, Verdict
+
 WORDS = (
     "magic", "begun", "ended", "pid", "started", "rank", "size", "state", "beat_ns", "step", "running", "waiting",
     "pages", "free_pages", "computed_tokens", "generated_tokens", "finished", "preemptions",
     "step_us", "own_us", "exchange_us", "beat_us", "cut_steps", "rerun_steps", "overflow_steps",
-    "rebalances", "deferred_steps", "slow_steps", "degraded", "mean_pairs", "most_pairs", "prefill_interval", "steps",
+    "rebalances", "deferred_steps", "slow_steps", "degraded", "mean_pairs", "most_pairs", "prefill_interval", "steps", "failed", "culprit",
+    "reason",
 )  # fmt: skip
-"""mean_pairs and most_pairs: sums over steps, see `telemetry.StepCounters`; prefill_interval: 0 is auto."""
+"""mean_pairs and most_pairs: sums over steps, see `telemetry.StepCounters`; prefill_interval: 0 is auto; failed: the group has, by `culprit` for a `verdict.Reason`."""
 
 HEAT_CELLS = 128
 NOTE_BYTES = 240
@@ -61,9 +64,19 @@ class Shown:
     def state(self) -> PageState:
         return PageState(self.words["state"])
 
+    @property
+    def culprit(self) -> int | None:
+        """The rank that failed, once the group has."""
+        return self.words["culprit"] if self.words["failed"] else None
+
+    @property
+    def reason(self) -> str:
+        """How it did, in a word."""
+        return Reason(self.words["reason"]).name.lower()
+
 
 class ShowPage:
-    """A rank's own page. Written in the rank's thread only."""
+    """A rank's own page. Written in the rank's thread only, until the group has failed."""
 
     def __init__(self, path: Path, *, rank: int, size: int) -> None:
         """Makes the file; OSError where that cannot be."""
@@ -98,6 +111,11 @@ class ShowPage:
         encoded = text.encode(errors="replace")[:NOTE_BYTES]
         self._map[_NOTE_AT : _NOTE_AT + 2 + len(encoded)] = struct.pack("<H", len(encoded)) + encoded
 
+    def write_verdict(self, verdict: Verdict) -> None:
+        """The group has failed; from any thread, and the last word."""
+        self.write({"failed": 1, "culprit": verdict.culprit, "reason": verdict.reason})
+        self.write_note(str(verdict))
+
     def close(self) -> None:
         """The rank ends in order: nobody looks at it any more. Twice is once."""
         self.path.unlink(missing_ok=True)
@@ -119,6 +137,8 @@ def read_page(path: Path) -> Shown | None:
         return None
     words: dict[str, int] = dict(zip(WORDS, struct.unpack_from(f"<{len(WORDS)}q", data), strict=True))
     if words["magic"] != MAGIC or not 0 <= words["state"] <= max(PageState):
+        return None
+    if words["failed"] and words["reason"] not in list(Reason):
         return None
     (cells,) = struct.unpack_from("<I", data, _HEAT_AT)
     heat = struct.unpack_from(f"<{min(cells, HEAT_CELLS)}H", data, _HEAT_AT + 4)

@@ -20,7 +20,7 @@ from .show_page import PageState, ShowPage
 if TYPE_CHECKING:
     from .worker import Worker
 
-HEAT_STEPS = 64
+HEAT_STEPS, FIRST_HEAT = 64, 8
 
 
 class NotShown:
@@ -86,7 +86,7 @@ class Showing(NotShown):
         )
         self._since_ns, self._waited_ns = now_ns, waited_ns
         self._steps += 1
-        if self._steps % HEAT_STEPS == 1:
+        if self._steps % HEAT_STEPS == FIRST_HEAT:
             self._show_heat(worker.experts.load)
 
     def rested(self) -> None:
