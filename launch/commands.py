@@ -23,7 +23,9 @@ from . import (
     bench_eplb,
     bench_exchange,
     bench_kernels,
+    bench_latency,
     bench_overlap,
+    bench_sweep,
     bench_throughput,
     doctor,
     eplb,
@@ -68,6 +70,12 @@ COMMANDS = {
     "bench kernels": Command(flags=bench_kernels.KernelFlags, run=bench_kernels.run, about=bench_kernels.ABOUT),
     "bench overlap": Command(
         flags=bench_overlap.OverlapFlags, run=bench_overlap.run, about=bench_overlap.ABOUT, starts_ranks=True
+    ),
+    "bench latency": Command(
+        flags=bench_latency.LatencyFlags, run=bench_latency.run, about=bench_latency.ABOUT, starts_ranks=True
+    ),
+    "bench sweep": Command(
+        flags=bench_sweep.SweepFlags, run=bench_sweep.run, about=bench_sweep.ABOUT, starts_ranks=True
     ),
     "bench throughput": Command(
         flags=bench_throughput.ThroughputFlags,

@@ -186,7 +186,7 @@ def rank_values(page: Shown, before: Shown | None, *, now_ns: int) -> dict[str, 
 
 
 def state_word(page: Shown, *, now_ns: int) -> str:
-    """In a word: a verdict of the group, then what the system says of the process, then what the rank said of itself."""
+    """In a word: a verdict of the group goes before what the system says of the process, and that before the rank's."""
     if page.culprit is not None:
         return page.reason if page.culprit == page.words["rank"] else "ended"
     if page.process != "running":

@@ -26,10 +26,11 @@ WORDS = (
     "magic", "begun", "ended", "pid", "started", "rank", "size", "state", "beat_ns", "step", "running", "waiting",
     "pages", "free_pages", "computed_tokens", "generated_tokens", "finished", "preemptions",
     "step_us", "own_us", "exchange_us", "beat_us", "cut_steps", "rerun_steps", "overflow_steps",
-    "rebalances", "deferred_steps", "slow_steps", "degraded", "mean_pairs", "most_pairs", "prefill_interval", "steps", "failed", "culprit",
-    "reason",
+    "rebalances", "deferred_steps", "slow_steps", "degraded", "mean_pairs", "most_pairs", "prefill_interval", "steps",
+    "failed", "culprit", "reason",
 )  # fmt: skip
-"""mean_pairs and most_pairs: sums over steps, see `telemetry.StepCounters`; prefill_interval: 0 is auto; failed: the group has, by `culprit` for a `verdict.Reason`."""
+"""mean_pairs and most_pairs: sums over steps, see `telemetry.StepCounters`; prefill_interval: 0 is auto.
+failed: the group has, by `culprit` for a `verdict.Reason`."""
 
 HEAT_CELLS = 128
 NOTE_BYTES = 240
