@@ -12,6 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from runtime import EngineStats, RankStats
 from runtime.costs import Operations
 from runtime.hardware import read_hardware
@@ -106,6 +108,7 @@ def predicted(bench: Bench, steps: Sequence[GroupStep], taken: dict[str, Any]) -
     decodes = [step for step in steps if step.only_decodes]
     step = MeasuredStep(
         step_ms=taken["step_ms"]["median"],
+        step_cpu_ms=taken["step_cpu_ms"] if bench.config.device == "cpu" and torch.get_num_threads() == 1 else None,
         tokens=statistics.fmean([max(step.tokens_R) for step in decodes]),
         mean_tokens=taken["batch_per_gpu"],
         context_len=taken["context_len"],

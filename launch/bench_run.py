@@ -178,7 +178,8 @@ def fit_config(config: EngineConfig, loads: Sequence[Workload]) -> EngineConfig:
     allowed = config.scheduler.max_model_len or model.max_position
     if longest > allowed:
         raise ValueError(
-            f"input_len and output_len add up to {longest} tokens; at most {allowed} are allowed, e.g. --output-len 32"
+            f"the longest request has {longest} tokens, prompt and output; at most {allowed} are allowed, "
+            "e.g. --input-len 32 --output-len 64"
         )
     return replace(config, scheduler=replace(config.scheduler, max_model_len=config.scheduler.max_model_len or longest))
 

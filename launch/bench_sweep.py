@@ -22,9 +22,8 @@ from runtime.workload import Workload
 from .bench_result import figures
 from .bench_run import BenchFlags, bench_of
 from .bench_tables import heading, last_line, prediction_lines, table_of
-from .bench_throughput import DONE, FAILED, print_path, save
+from .bench_throughput import DONE, FAILED, keep
 from .group import Start
-from .report_page import write_page
 from .svg import front
 
 ABOUT = """\
@@ -85,22 +84,19 @@ def run(flags: SweepFlags, start: Start) -> int:
             bench.warm_up(load)
             points.append(figures(bench, [bench.measure(load, number=number)]))
     tell(points)
-    save(flags.output_json, {"points": points})
-    if flags.report is not None:
-        write_page(flags.report, points)
-        print_path(flags.report)
+    short = {"points": [json.loads(last_line(point)) for point in points]}
+    keep(flags, points, saved={"points": points}, line=json.dumps(short))
     return FAILED if any(point["failed"] for point in points) else DONE
 
 
 def tell(points: Sequence[dict[str, Any]]) -> None:
-    """Print the settings of the last point, a line a point, and a last line of JSON."""
+    """Print the settings of the last point, and a line a point."""
     out = Console(highlight=False, soft_wrap=True)
     for line in heading(points[-1]):
         out.print(line, markup=False)
     out.print(sweep_table(points))
     for line in prediction_lines(points[-1]["prediction"]):
         out.print(line, markup=False)
-    print(json.dumps({"points": [json.loads(last_line(point)) for point in points]}))
 
 
 def sweep_table(points: Sequence[dict[str, Any]]) -> Table:

@@ -1,4 +1,4 @@
-"""The figures of a benchmark for a terminal: what was asked, where, with which settings, tables, one last line of JSON.
+"""The figures of a benchmark for a terminal: what was asked, where, with which settings, tables, a line of JSON.
 
 Knows figures (see `bench_result`) and how to lay them out; measures nothing.
 """
@@ -20,7 +20,7 @@ EXCHANGE = ("dispatch", "combine")
 
 
 def tell(found: Mapping[str, Any], out: Console) -> None:
-    """Print everything of one result."""
+    """Print everything of one result but its line of JSON."""
     for line in heading(found):
         out.print(line, markup=False)
     out.print(speed_table(found))
@@ -29,7 +29,6 @@ def tell(found: Mapping[str, Any], out: Console) -> None:
         out.print(parts_table(found))
     for line in closing(found):
         out.print(line, markup=False)
-    print(last_line(found))
 
 
 def heading(found: Mapping[str, Any]) -> list[str]:
@@ -158,9 +157,11 @@ def prediction_lines(prediction: Mapping[str, Any] | None) -> list[str]:
             "predicted nothing: give --hardware FILE, a device's profile, for a CPU by `serried bench kernels --save`"
         ]
     shared = "" if prediction["sharing"] == 1.0 else f", each core with the work of {prediction['sharing']:g} ranks"
+    by_cpu = prediction["signed_error_cpu"]
+    cpu = "" if by_cpu is None else f"; by CPU time {prediction['measured_cpu_ms']:.2f}, error {by_cpu:+.1%}"
     return [
         f"predicted {prediction['predicted_step_ms']:.2f} ms a step, measured {prediction['measured_step_ms']:.2f}: "
-        f"error {prediction['signed_error']:+.1%} ({prediction['hardware']}{shared})",
+        f"error {prediction['signed_error']:+.1%}{cpu} ({prediction['hardware']}{shared})",
         f"use       MBU {prediction['mbu']:.1%} of {prediction['activated_bytes_per_step'] / 2**20:.1f} MiB activated, "
         f"MFU {prediction['mfu']:.1%} of {prediction['flops_per_step'] / 1e9:.2f} GFLOP a rank and step",
     ]

@@ -1,14 +1,14 @@
 """`serried bench throughput`: an engine under a load, from the first prompt to the last token. Measured.
 
-Prints the question, the machine, the commit, the settings, tables, then one last line of JSON.
+Prints the question, the machine, the commit, the settings, tables, then one last line of JSON, unless --output-json says
+where else the figures go.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import tyro
@@ -19,9 +19,9 @@ from runtime.workload import Workload
 from .bench_compare import comparison, comparison_notes, comparison_table, read_result
 from .bench_result import figures
 from .bench_run import BenchFlags, bench_of
-from .bench_tables import tell
+from .bench_tables import last_line, tell
 from .group import Start
-from .refusal import Refusal, refusals
+from .refusal import refusals
 from .report_page import write_page
 
 ABOUT = """\
@@ -74,28 +74,25 @@ def run(flags: ThroughputFlags, start: Start) -> int:
 def conclude(found: dict[str, Any], flags: BenchFlags, earlier: Mapping[str, Any] | None) -> int:
     """Save, compare, report and print; the exit code."""
     out = Console(highlight=False, soft_wrap=True)
-    save(flags.output_json, found)
     if earlier is not None:
         for line in comparison_notes(earlier, found):
             out.print(line, markup=False)
         out.print(comparison_table(comparison(earlier, found)))
     tell(found, out)
-    if flags.report is not None:
-        write_page(flags.report, [found])
-        print_path(flags.report)
+    keep(flags, [found], saved=found, line=last_line(found))
     return FAILED if found["failed"] else DONE
 
 
-def save(path: Path | None, found: Mapping[str, Any]) -> None:
-    """Write all figures. Raises Refusal where they cannot be."""
-    if path is None:
-        return
-    try:
-        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise Refusal(f"output_json is {str(path)!r}: {error.strerror}") from error
-
-
-def print_path(report: Path) -> None:
-    """Where the page is, on standard error: standard output ends with a line of JSON."""
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"report: {report.absolute()}", markup=False)
+def keep(flags: BenchFlags, points: Sequence[Mapping[str, Any]], *, saved: Mapping[str, Any], line: str) -> None:
+    """The figures in their file, or else as a last line of JSON, and the page. Raises Refusal for what cannot be
+    written; says on standard error where things are, for standard output ends with the line."""
+    notes = Console(stderr=True, highlight=False, soft_wrap=True)
+    with refusals():
+        if flags.output_json is None:
+            print(line)
+        else:
+            flags.output_json.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+            notes.print(f"figures: {flags.output_json.absolute()}", markup=False)
+        if flags.report is not None:
+            write_page(flags.report, points)
+            notes.print(f"report: {flags.report.absolute()}", markup=False)

@@ -20,14 +20,14 @@ from .svg import heat_map, line_chart, scatter_chart, stacked_columns
 
 Figures = Mapping[str, Any]
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 STYLE = """\
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #2e3436; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 figure { margin: 1rem 0; } figcaption { font-weight: 600; } svg { width: 100%; height: auto; }
 svg text { font: 11px system-ui, sans-serif; fill: #2e3436; }
 table { border-collapse: collapse; } td, th { padding: .15rem .8rem .15rem 0; text-align: left; vertical-align: top; }
-pre { overflow-x: auto; background: #f6f6f4; padding: .6rem; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f4; padding: .6rem; }
 .cards { display: flex; flex-wrap: wrap; gap: .8rem; }
 .card { background: #f6f6f4; padding: .6rem 1rem; border-radius: .4rem; }
 .card b { display: block; font-size: 1.3rem; }"""
@@ -124,9 +124,7 @@ def breakdown(found: Figures) -> str:
         parts = dict(found["prediction"]["predicted_parts_ms"])
         parts["dispatch"] = parts.pop("exchange")
         columns["predicted"] = [parts.get(name, 0.0) for name in names]
-    return stacked_columns(
-        "Average decode step of a rank, by part", names, columns, x_label=", ".join(columns), y_label="ms"
-    )
+    return stacked_columns("Average decode step of a rank, by part", names, columns, x_label="", y_label="ms")
 
 
 _KINDS = {"wall": "parts_ms", "CPU": "parts_cpu_ms"}

@@ -15,6 +15,8 @@ COLOURS = ("#3465a4", "#c17d11", "#4e9a06", "#a40000", "#75507b", "#06989a", "#8
 HEAT = ("#f2f0f7", "#dadaeb", "#bcbddc", "#9e9ac8", "#807dba", "#6a51a3", "#54278f", "#3f007d")
 WIDTH, HEIGHT = 640, 280
 LEFT, RIGHT, TOP, BOTTOM = 64, 150, 30, 44
+NAMED_COLUMNS = 8
+"""As many columns have room for their names below them."""
 
 Points = Sequence[tuple[float, float]]
 
@@ -100,6 +102,8 @@ def stacked_columns(
                     f"<title>{escape(f'{key}: {names[number]} {value:.3g}')}</title></rect>"
                 )
             bottom += value
+        if len(columns) <= NAMED_COLUMNS:
+            parts.append(_text(LEFT + (place + 0.5) * width, HEIGHT - BOTTOM + 15, key, anchor="middle"))
     parts += [_legend(number, name) for number, name in enumerate(names)]
     return _svg(title, parts)
 

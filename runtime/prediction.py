@@ -8,7 +8,8 @@
                    https://arxiv.org/abs/2412.07067; the expected share of experts touched by n tokens is
                    1 - (1 - k / E) ** n
 
-Ranks on one machine may share its cores: what each computes alone, they do one after the other.
+Ranks on one machine may share its cores: what each computes alone, they do one after the other. On a CPU the thread's
+own processor time is the better measure: neither waits for the others nor other programs are in it.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from .roofline import CostShape
 class MeasuredStep:
     """The average decode step of a rank.
 
+    step_cpu_ms   of its thread's processor time; None where that is not what computes, or only some of it
     tokens        of the fullest rank
     mean_tokens   of the average rank
     sharing       ranks that one device computes one after the other; 1 where each has its own
     """
 
     step_ms: float
+    step_cpu_ms: float | None
     tokens: float
     mean_tokens: float
     context_len: float
@@ -54,6 +57,7 @@ def prediction_figures(operations: Operations, step: MeasuredStep) -> dict[str, 
         "predicted_step_ms": predicted_ms,
         "measured_step_ms": step.step_ms,
         "signed_error": (predicted_ms - step.step_ms) / step.step_ms,
+        **_by_cpu(predicted_ms / step.sharing, step.step_cpu_ms),
         "predicted_parts_ms": {
             "attention": time.attention_us / 1000,
             "experts": time.experts_us / 1000,
@@ -63,6 +67,12 @@ def prediction_figures(operations: Operations, step: MeasuredStep) -> dict[str, 
         },
         "sharing": step.sharing,
     }
+
+
+def _by_cpu(predicted_ms: float, measured_ms: float | None) -> dict[str, float | None]:
+    """The same by the processor time of one rank."""
+    error = None if measured_ms is None else (predicted_ms - measured_ms) / measured_ms
+    return {"predicted_cpu_ms": predicted_ms, "measured_cpu_ms": measured_ms, "signed_error_cpu": error}
 
 
 def use_figures(shape: CostShape, hardware: Hardware, step: MeasuredStep, *, width: int) -> dict[str, Any]:

@@ -50,14 +50,12 @@ class Showing(NotShown):
         self._counts_E: Tensor | None = None
 
     def stepped(self, worker: Worker) -> None:
-        now_ns, waited_ns = time.monotonic_ns(), worker.recorder.waited_ns
         counters, scheduler, cadence = worker.counters, worker.scheduler, worker.state.cadence
-        beat_us = max((waited_ns - self._waited_ns) // 1000 - worker.exchange_us, 0)
         interval = cadence.config.prefill_schedule_interval
         self._page.write(
             {
                 "state": PageState.STEPS,
-                "beat_ns": now_ns,
+                "beat_ns": time.monotonic_ns(),
                 "step": worker.sequence - 1,
                 "steps": counters.steps,
                 "running": scheduler.num_running,
@@ -68,10 +66,6 @@ class Showing(NotShown):
                 "generated_tokens": counters.generated_tokens,
                 "finished": counters.finished,
                 "preemptions": scheduler.num_preemptions,
-                "step_us": (now_ns - self._since_ns) // 1000,
-                "own_us": worker.compute_us,
-                "exchange_us": worker.exchange_us,
-                "beat_us": beat_us,
                 "cut_steps": worker.state.overlap.counts.get(Choice.CUT, 0),
                 "rerun_steps": counters.rerun_steps,
                 "overflow_steps": worker.in_flight.num_overflows,
@@ -84,9 +78,8 @@ class Showing(NotShown):
                 "prefill_interval": 0 if interval == "auto" else interval,
             }
         )
-        self._since_ns, self._waited_ns = now_ns, waited_ns
-        self._steps += 1
-        if self._steps % HEAT_STEPS == FIRST_HEAT:
+        self._show_times(worker)
+        if counters.steps % HEAT_STEPS == FIRST_HEAT:
             self._show_heat(worker.experts.load)
 
     def rested(self) -> None:
@@ -94,6 +87,21 @@ class Showing(NotShown):
 
     def noted(self, text: str) -> None:
         self._page.write_note(text)
+
+    def _show_times(self, worker: Worker) -> None:
+        """How long the step was; a beat in which nothing was launched leaves the last step's times."""
+        now_ns, waited_ns = time.monotonic_ns(), worker.recorder.waited_ns
+        if worker.counters.steps > self._steps:
+            self._steps = worker.counters.steps
+            self._page.write(
+                {
+                    "step_us": (now_ns - self._since_ns) // 1000,
+                    "own_us": worker.compute_us,
+                    "exchange_us": worker.exchange_us,
+                    "beat_us": max((waited_ns - self._waited_ns) // 1000 - worker.exchange_us, 0),
+                }
+            )
+        self._since_ns, self._waited_ns = now_ns, waited_ns
 
     def _show_heat(self, load: ExpertLoad) -> None:
         """The counts that were on their way since the last call; a new copy is sent off."""

@@ -60,7 +60,7 @@ def step_figures(steps: Sequence[GroupStep]) -> dict[str, Any]:
     decodes = [step for step in steps if step.only_decodes]
     counts = {"steps": len(steps), "decode_steps": len(decodes)}
     if not decodes:
-        return counts | dict.fromkeys(("step_ms", "parts_ms", "parts_cpu_ms"))
+        return counts | dict.fromkeys(("step_ms", "step_cpu_ms", "parts_ms", "parts_cpu_ms"))
     measured = [rank for step in decodes for rank in step.ranks]
     wall, cpu = [np.asarray([getattr(each, name) for each in measured]) / 1e6 for name in ("wall_ns", "cpu_ns")]
     totals_ms = [step.total_ns / 1e6 for step in decodes]
@@ -70,6 +70,7 @@ def step_figures(steps: Sequence[GroupStep]) -> dict[str, Any]:
         counts
         | {
             "step_ms": {"mean": statistics.fmean(totals_ms), "median": cuts[49], "p90": cuts[89], "p99": cuts[98]},
+            "step_cpu_ms": float(np.median(cpu.sum(axis=1))),
             "parts_ms": _by_part(wall),
             "parts_cpu_ms": _by_part(cpu),
             "overhead_cpu_share": float(1.0 - model_cpu / cpu.sum()),
