@@ -206,7 +206,7 @@ def settings(bench: Bench, load: Workload) -> dict[str, Any]:
     return {
         "model_id": flags.engine.model,
         "ranks": bench.ranks,
-        "transport": flags.group.transport,
+        "transport": bench.transport,
         "device": config.device,
         "dtype": str(run_dtype(config, bench.engine.model)).removeprefix("torch."),
         "ops": config.ops,

@@ -27,10 +27,10 @@ from .bench import commit, machine_line, processor
 from .generate import announce, check_model, prepare_kernels
 from .group import Start, Telling, engine_of
 from .models import find_hardware, find_model
-from .place import GroupFlags
+from .place import GroupFlags, cpu_transport
 from .refusal import refusals
 from .report import loading_bar, request_bar
-from .world import detect
+from .world import World, detect
 
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -91,13 +91,15 @@ class Measured:
 class Bench:
     """An engine that is ready to be measured, on rank 0.
 
-    config   what it was asked for, with the model's folder
-    sharing  ranks that one core computes one after the other; below 1 where a rank has several threads
+    config     what it was asked for, with the model's folder
+    transport  what carries rows, by name
+    sharing    ranks that one core computes one after the other; below 1 where a rank has several threads
     """
 
     engine: Engine
     config: EngineConfig
     flags: BenchFlags
+    transport: str
     sharing: float
     notes: Console
 
@@ -159,11 +161,13 @@ def bench_of(flags: BenchFlags, loads: Sequence[Workload], start: Start) -> Iter
         for line in engine.notes:
             notes.print(f"note: {line}", markup=False)
         local = engine.config.ranks if world.size == 1 else world.local_size
-        in_turns = flags.group.transport == "threads" or engine.config.ranks == 1
+        transport = transport_name(flags.group.transport, world, config, ranks=engine.config.ranks)
+        in_turns = transport == "threads"
         yield Bench(
             engine=engine,
             config=config,
             flags=flags,
+            transport=transport,
             sharing=1.0 if config.device != "cpu" else sharing(local, in_turns=in_turns),
             notes=notes,
         )
@@ -182,6 +186,13 @@ def fit_config(config: EngineConfig, loads: Sequence[Workload]) -> EngineConfig:
             "e.g. --input-len 32 --output-len 64"
         )
     return replace(config, scheduler=replace(config.scheduler, max_model_len=config.scheduler.max_model_len or longest))
+
+
+def transport_name(chosen: str, world: World, config: EngineConfig, *, ranks: int) -> str:
+    """What carries rows between the ranks; a rank alone is a thread like others."""
+    if chosen == "threads" or ranks == 1:
+        return "threads"
+    return "nccl" if config.device != "cpu" else cpu_transport(chosen, world)
 
 
 def sharing(local_ranks: int, *, in_turns: bool) -> float:

@@ -1,7 +1,7 @@
 """`serried bench throughput`: an engine under a load, from the first prompt to the last token. Measured.
 
-Prints the question, the machine, the commit, the settings, tables, then one last line of JSON, unless --output-json says
-where else the figures go.
+Prints the question, the machine, the commit, the settings, tables, then one last line of JSON, unless --output-json
+says where else the figures go.
 """
 
 from __future__ import annotations
