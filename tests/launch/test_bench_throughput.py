@@ -87,9 +87,10 @@ def test_the_models_word_stands_beside_the_measured_step(found: dict[str, Any]):
 def test_all_that_a_reader_needs_is_printed(files: Path, found: dict[str, Any]):
     said = (files / "out").read_text()
     for words in (
-        "machine   ", "commit    ", "settings  ", "6 at once", "seed 0", "output tokens/s per GPU", 
-        "min / median / max", "TTFT", "TPOT", "ITL", "E2EL", "P99", "waiting at the beat", "predicted", "error ", "MBU", "MFU", "balance",
-        "exposed communication", f"hash {found['token_hash']}", "standard error", "router of the checkpoint",
+        "machine   ", "commit    ", "settings  ", "6 at once", "seed 0", "output tokens/s per GPU",
+        "min / median / max", "TTFT", "TPOT", "ITL", "E2EL", "P99", "waiting at the beat", "predicted", "error ",
+        "MBU", "MFU", "balance", "exposed communication", f"hash {found['token_hash']}", "standard error",
+        "router of the checkpoint", "2 ranks over threads",
     ):  # fmt: skip
         assert words in said, words
     assert '"duration"' not in said, "the file has the figures"
