@@ -96,6 +96,22 @@ def test_filled_caches_leave_nothing_but_decodes_even_when_requests_are_preempte
     assert tokens != plain, "random latents give other tokens"
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("way", "part"), [("dispatch", Part.DISPATCH), ("combine", Part.COMBINE)])
+def test_packing_rows_is_the_exchanges_time(folder: str, monkeypatch: pytest.MonkeyPatch, way: str, part: Part):
+    plain = getattr(Exchange, way)
+
+    def slow(self: Exchange, *args, **words):
+        _work(0.004)
+        return plain(self, *args, **words)
+
+    monkeypatch.setattr(Exchange, way, slow)
+    _, stats, _ = decode(folder, Instruments(parts=True))
+    measures = stats.ranks[0].measures
+    assert measures is not None
+    assert all(step.cpu_ns[part] >= 2 * 0.004e9 for step in measures.steps), "two layers have experts"
+
+
 def test_time_belongs_to_the_part_entered_last_and_sleeping_costs_no_processor():
     timer = PartTimer()
     recorder = TimedRecorder(Unwatched(), timer)
