@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from launch.bench_compare import comparison, differing, noise_of, read_result, verdict
 from launch.bench_result import HEADLINES
 from launch.commands import REFUSED, run_command
+from tests.launch.test_groups import TORCHRUN, finish, mpirun, start
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "profiles" / "models" / "tiny-v3")
@@ -267,3 +269,34 @@ def test_only_a_result_can_be_compared_with(tmp_path: Path, text: str):
     path.write_text(text)
     with pytest.raises(ValueError, match=r"compare is .*(no JSON|must be a file of)"):
         read_result(path)
+
+
+def launchers() -> list[Any]:
+    """Two ranks as processes: by our own launcher in every run of the tests, by others in long ones."""
+    bench = ["-m", "launch", "bench", "throughput"]
+    return [
+        pytest.param([sys.executable, *bench], ["--ranks", "2", "--transport", "gloo"], "gloo", marks=pytest.mark.slow),
+        pytest.param([*mpirun(2), sys.executable, *bench], [], "mpi", marks=pytest.mark.soak),
+        pytest.param([TORCHRUN, "--standalone", "--nproc-per-node", "2", *bench], [], "gloo", marks=pytest.mark.soak),
+    ]
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize(("command", "words", "transport"), launchers())
+def test_ranks_as_processes_are_measured_and_give_the_same_tokens(
+    found: dict[str, Any], tmp_path: Path, command: list[str], words: list[str], transport: str
+):
+    if command[0] == "None":
+        pytest.skip("mpirun is not installed: pip install 'serried[mpi]'")
+    out = tmp_path / "out.json"
+    load = ["--num-prompts", "12", "--max-concurrency", "6", "--num-warmups", "1", "--output-json", str(out)]
+    done = start([*command, *SMALL, *words, *load])
+    _, said = finish(done)
+    assert done.returncode == 0, said
+    here = json.loads(out.read_text())
+    assert here["token_hash"] == found["token_hash"]
+    assert (here["settings"]["transport"], here["settings"]["ranks"]) == (transport, 2)
+    assert [rank["rank"] for rank in here["ranks"]] == [0, 1]
+    assert here["steps"]["decode_steps"] > 0
+    assert all(here["steps"]["parts_ms"][part] > 0 for part in ("attention", "dispatch", "experts", "combine", "beat"))
+    assert [len(step["parts_ms"]) for step in here["timeline"]] == [2] * len(here["timeline"])
