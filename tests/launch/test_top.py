@@ -87,6 +87,30 @@ def test_late_full_and_degraded_ranks_are_warned_of(tmp_path: Path, pages: list[
     assert Looks(tmp_path / "base").look()[0]["ranks"][0]["state"] == "idle", "nothing is expected of it"
 
 
+@pytest.mark.timeout(30)
+def test_a_rank_whose_process_is_stopped_or_gone_shows_as_such_before_the_group_knows(
+    tmp_path: Path, pages: list[ShowPage]
+):
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    try:
+        started = int(Path(f"/proc/{child.pid}/stat").read_text("ascii").rpartition(")")[2].split()[19])
+        pages[1].write({"pid": child.pid, "started": started})
+        looks = Looks(tmp_path / "base")
+        assert [rank["state"] for rank in looks.look()[0]["ranks"]] == ["steps", "steps"]
+        os.kill(child.pid, signal.SIGSTOP)
+        end = time.monotonic() + 10
+        while looks.look()[0]["ranks"][1]["state"] != "stopped":
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert looks.look()[0]["warnings"] == ["rank 1 is stopped"]
+        os.kill(child.pid, signal.SIGCONT)
+    finally:
+        child.communicate()
+    [group] = looks.look()
+    assert [rank["state"] for rank in group["ranks"]] == ["steps", "gone"]
+    assert group["failed"] is None
+
+
 def test_a_failed_group_is_named_with_the_rank_that_failed(
     tmp_path: Path, pages: list[ShowPage], capsys: pytest.CaptureFixture[str]
 ):
