@@ -27,6 +27,7 @@ from runtime.hardware import Hardware, read_hardware
 
 from .as_rank import hush
 from .bench import commit, machine_line
+from .bench_rates import check_exchange_target, save_exchange
 from .group import Start, meet_ranks
 from .place import cpu_transport, open_transport
 from .refusal import refusals
@@ -85,6 +86,9 @@ class ExchangeFlags:
 
     hardware: Path | None = None
     """Device file, such as profiles/hardware/cpu.toml: adds how long the bytes take at its peak rates."""
+
+    save: Path | None = None
+    """Hardware file with rates, such as profiles/hardware/cpu.toml, to write the times to, for the cost model."""
 
     exchange: tyro.conf.OmitArgPrefixes[ExchangeConfig] = field(default_factory=ExchangeConfig)
     meeting: tyro.conf.OmitArgPrefixes[RendezvousConfig] = field(default_factory=RendezvousConfig)
@@ -166,6 +170,8 @@ def run(flags: ExchangeFlags, start: Start) -> int:
         topology = Topology(num_ranks=world.size, node_size=flags.node_size or world.size)
         hardware = read_hardware(flags.hardware) if flags.hardware else None
         check_hardware(hardware, topology)
+        if flags.save:
+            check_exchange_target(flags.save)
         name = transport_name(flags, world)
     torch.set_num_threads(1)
     if not world.is_primary:
@@ -245,24 +251,26 @@ def tell(
     ):
         out.print(line, markup=False)
     out.print(exchange_table(lines, hardware))
+    if flags.save:
+        told = f"Exchange of {topology.num_ranks} ranks by: serried bench exchange, commit {commit()}"
+        save_exchange(flags.save, ranks=topology.num_ranks, us_of_bytes=us_of_bytes(lines), comment=[told])
     print(json.dumps(summary(lines, flags, topology, transport, hardware)))
+
+
+def us_of_bytes(lines: Sequence[Line]) -> dict[float, float]:
+    """Bytes that the fullest rank sends there and back, and what that takes; of several ways, the first."""
+    first = lines[0].name
+    return {
+        float(max([times.sent.node + times.sent.network for times in line.times])): line.slowest("whole_us")
+        for line in lines
+        if line.name == first
+    }
 
 
 def exchange_table(lines: Sequence[Line], hardware: Hardware | None) -> Table:
     """Microseconds, MiB and ratios: a line for each size and way."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    heads = [
-        "tokens",
-        "hidden",
-        "exchange",
-        "us",
-        "plain",
-        "ratio",
-        "on the wire",
-        "packing, CPU",
-        "MiB network",
-        "node",
-    ]
+    heads = "tokens", "hidden", "exchange", "us", "plain", "ratio", "on the wire", "packing, CPU", "MiB network", "node"
     for name in [*heads, *(["at peak"] if hardware else [])]:
         table.add_column(name, justify="left" if name == "exchange" else "right")
     for line in lines:

@@ -20,23 +20,30 @@ from rich.table import Table
 from runtime.hardware import Hardware
 from runtime.hardware_file import check_target, write_hardware
 from runtime.kernel_bench import Rate, Sizes, hardware_of, measure_kernels
+from runtime.model_config import read_model_config
+from runtime.rate_bench import Checked, RateSizes, check_rates, measure_rates
+from runtime.rates import Rates
 
 from .bench import commit, machine_line
+from .bench_rates import KIND, rate_lines
+from .models import find_model
 from .refusal import refusals
 
 ABOUT = """\
 Measure what one core of this machine reaches: matrix products, memory, and the exchange among threads.
+With --save also what the parts of a layer take, for the cost model.
 
 Examples:
   serried bench kernels
   serried bench kernels --save profiles/hardware/cpu.toml
+  serried bench kernels --check tiny-v3
 
-The numbers are the peaks that the cost model divides by. It takes 3 to 8 seconds; CPU time leaves out waits and most
-of what else the machine does, but cores share caches and memory, so an idle machine measures best.
+The numbers are the peaks that the cost model divides by; with --save it gets times of operations, which are closer.
+It takes 3 to 8 seconds, and some 20 more with --save; CPU time leaves out waits and most of what else the machine does,
+but cores share caches and memory, so an idle machine measures best.
 """
 
 DONE = 0
-KIND = "CPU"
 DEVICE = f"{KIND}, one core"
 QUESTION = "How many operations and bytes a second does one core of this machine reach (CPU time of one thread)?"
 
@@ -48,21 +55,34 @@ class KernelFlags:
     save: Path | None = None
     """File to write as a hardware profile, such as profiles/hardware/cpu.toml; only a CPU's profile is replaced."""
 
+    check: str | None = None
+    """Model to predict by what was measured, and to decode with random weights: says how far the cost model is off."""
+
 
 def run(flags: KernelFlags) -> int:
     """Measure, print, and save if asked; returns 0. Raises Refusal for a file that may not be written."""
     with refusals():
         if flags.save:
             check_target(flags.save, kind=KIND)
+        config = config_file(flags.check) if flags.check else None
     torch.set_num_threads(1)
     sizes = Sizes()
     rates = measure_kernels(sizes)
     hardware = hardware_of(rates, name=DEVICE)
+    parts = measure_rates(hardware, RateSizes()) if flags.save or config else None
     if flags.save:
         with refusals():
-            write_hardware(flags.save, hardware, kind=KIND, comment=comment_lines(flags.save))
-    tell(rates, hardware, sizes)
+            write_hardware(flags.save, hardware, kind=KIND, comment=comment_lines(flags.save), rates=parts)
+    checked = check_rates(config, parts, hardware, RateSizes()) if parts is not None and config is not None else []
+    tell(rates, hardware, sizes, parts, checked)
     return DONE
+
+
+def config_file(name: str) -> Path:
+    """The configuration of a model. Raises ValueError or OSError for one that is not known or cannot be run."""
+    path = find_model(name)
+    read_model_config(path)
+    return path
 
 
 def comment_lines(file: Path) -> list[str]:
@@ -75,7 +95,9 @@ def comment_lines(file: Path) -> list[str]:
     ]
 
 
-def tell(rates: Sequence[Rate], hardware: Hardware, sizes: Sizes) -> None:
+def tell(
+    rates: Sequence[Rate], hardware: Hardware, sizes: Sizes, parts: Rates | None, checked: Sequence[Checked]
+) -> None:
     """Print what was asked, where, with which settings, and what came out."""
     out = Console(highlight=False, soft_wrap=True)
     for line in (
@@ -87,7 +109,9 @@ def tell(rates: Sequence[Rate], hardware: Hardware, sizes: Sizes) -> None:
     ):
         out.print(line, markup=False)
     out.print(rate_table(rates))
-    print(json.dumps(summary(rates, hardware)))
+    for line in [*(rate_lines(parts) if parts is not None else ()), *check_lines(checked)]:
+        out.print(line, markup=False)
+    print(json.dumps(summary(rates, hardware, checked)))
 
 
 def rate_table(rates: Sequence[Rate]) -> Table:
@@ -100,9 +124,27 @@ def rate_table(rates: Sequence[Rate]) -> Table:
     return table
 
 
-def summary(rates: Sequence[Rate], hardware: Hardware) -> dict[str, object]:
-    """The last line: the peaks, and each piece of work."""
+def check_lines(checked: Sequence[Checked]) -> list[str]:
+    """Predicted beside measured, a line a number of requests."""
+    return [
+        f"{each.tokens:>4} requests: a step takes {each.measured_us / 1e3:.2f} ms, predicted "
+        f"{each.predicted.total_us / 1e3:.2f} ms ({each.error:+.1%})"
+        for each in checked
+    ]
+
+
+def summary(rates: Sequence[Rate], hardware: Hardware, checked: Sequence[Checked]) -> dict[str, object]:
+    """The last line: the peaks, each piece of work, and steps predicted and measured."""
     return {
+        "steps": [
+            {
+                "requests": each.tokens,
+                "measured_ms": round(each.measured_us / 1e3, 3),
+                "predicted_ms": round(each.predicted.total_us / 1e3, 3),
+                "error": round(each.error, 4),
+            }
+            for each in checked
+        ],
         "commit": commit(),
         "hardware": asdict(hardware),
         "works": [asdict(rate) for rate in rates],

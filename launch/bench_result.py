@@ -15,13 +15,15 @@ from typing import Any
 import torch
 
 from runtime import EngineStats, RankStats
+from runtime.cost_group import group_of
 from runtime.costs import Operations
+from runtime.device_costs import read_device_costs
 from runtime.hardware import read_hardware
 from runtime.measures import RankMeasures
 from runtime.prediction import MeasuredStep, prediction_figures, use_figures
-from runtime.roofline import CostShape, RooflineOperations
+from runtime.roofline import CostShape
 from runtime.serving_metrics import serving_figures, steady_figures, steady_window, token_hash
-from runtime.settling import run_dtype
+from runtime.settling import full_step, run_dtype, settle_exchange
 from runtime.step_summary import GroupStep, balancedness, expert_loads, group_steps, step_figures, timeline
 from runtime.workload import Workload
 
@@ -129,13 +131,10 @@ def operations_of(bench: Bench) -> Operations:
     """The cost model of this group."""
     path = hardware_path(bench.config)
     assert path is not None, "asked for where the device is known"
-    config = bench.engine.config
-    return RooflineOperations(
-        shape=CostShape.of(bench.engine.model),
-        hardware=read_hardware(path),
-        ranks=config.ranks,
-        node_size=config.node_size or config.ranks,
-    )
+    config, model = bench.engine.config, bench.engine.model
+    config, _ = settle_exchange(config, model, local_size=None, on_gpu=config.device != "cpu")
+    group = group_of(config, model, tokens=full_step(config))
+    return read_device_costs(path).operations(CostShape.of(model), group)
 
 
 HEADLINES = {

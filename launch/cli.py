@@ -32,10 +32,11 @@ A wide expert-parallel decode engine for DeepSeek-style MLA mixture-of-experts m
 
 commands:
   bench      Measure parts of the engine on this machine; `serried bench --help` lists which.
+  config     Print every setting, its value, and where it comes from.
   doctor     Say which rank of a failed group stopped first, from the ranks' flight records.
   eplb       Show how evenly experts are used in a recording, and what each placement policy would gain.
   generate   Decode prompts and print the text.
-  plan       Say what a model needs on each rank, and whether it fits, without loading it.
+  plan       Say what a model needs on each rank, and what to run on so many GPUs, without loading it.
   shard      Write one file for each rank's share of a checkpoint, for fast starts.
   simulate   Show what the prefill cadence does to ranks in lockstep, without a device.
   top        Watch the ranks of running groups: tokens, cache, queues, waits, load of experts.
@@ -43,14 +44,14 @@ commands:
 examples:
   serried generate profiles/models/tiny-v3 --prompt 'The "assert" statement' --ranks 4
   serried generate MODEL_FOLDER --prompts requests.jsonl --json > answers.jsonl
-  serried plan deepseek-v3 --ranks 32 --gpu h200
+  serried plan deepseek-v3 --gpus 32 --context 2048 --tpot-ms 50
   serried simulate --scenario one-long-prefill --prefill-schedule-interval 4
   serried doctor FLIGHT_FOLDER
   serried eplb routing --num-redundant-experts 32
 
 `serried COMMAND --help` lists a command's flags.
 """
-COMMANDS = ("bench", "doctor", "eplb", "generate", "plan", "shard", "simulate", "top")
+COMMANDS = ("bench", "config", "doctor", "eplb", "generate", "plan", "shard", "simulate", "top")
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 

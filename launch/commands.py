@@ -1,19 +1,11 @@
-"""From a command's name and words to its flags and back to an exit code.
-
-Flags are the fields of dataclasses; the docstrings under the fields are their help. There is no second list.
-"""
+"""The commands by name: from words to flags, from flags to an exit code."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import tyro
 
 from ep import SerriedError
 
@@ -27,35 +19,43 @@ from . import (
     bench_overlap,
     bench_sweep,
     bench_throughput,
+    config_show,
     doctor,
     eplb,
     generate,
     plan,
+    plan_vllm,
     shard,
     simulate,
+    simulate_launch,
+    simulate_route,
     top,
 )
 from .as_rank import Child
+from .config_profile import ABOUT as PROFILE_ABOUT
+from .config_profile import Origins, expand_profile, takes_profile
 from .group import Start
-from .refusal import Refusal
+from .parsing import parse_flags
+from .refusal import Refusal, refusals
 
 FAILED, REFUSED = 1, 2
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-RULE = re.compile(r"[╭╮╰╯│─\- ]*")
-"""A line that only draws: the parser's boxes, or its rules of hyphens where the output is not UTF-8."""
+
+__all__ = ["COMMANDS", "Command", "parse_flags", "run_command"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """`flags` is a frozen dataclass (its docstring opens `--help`); `run` takes one and returns an exit code.
 
-    starts_ranks   `run` also takes how this process came to be, since it may be one rank of several
+    starts_ranks    `run` also takes how this process came to be, since it may be one rank of several
+    wants_origins   `run` also takes which settings come from flags, and which from a profile
     """
 
     flags: type[Any]
     run: Callable[..., int]
     about: str
     starts_ranks: bool = False
+    wants_origins: bool = False
 
 
 COMMANDS = {
@@ -83,13 +83,17 @@ COMMANDS = {
         about=bench_throughput.ABOUT,
         starts_ranks=True,
     ),
+    "config": Command(flags=config_show.ConfigFlags, run=config_show.run, about=config_show.ABOUT, wants_origins=True),
     "doctor": Command(flags=doctor.DoctorFlags, run=doctor.run, about=doctor.ABOUT),
     "eplb": Command(flags=eplb.EplbFlags, run=eplb.run, about=eplb.ABOUT),
     "generate": Command(flags=generate.GenerateFlags, run=generate.run, about=generate.ABOUT, starts_ranks=True),
     "plan": Command(flags=plan.PlanFlags, run=plan.run, about=plan.ABOUT),
+    "plan --from-vllm": Command(flags=plan_vllm.VllmFlags, run=plan_vllm.run, about=plan_vllm.ABOUT),
     "shard": Command(flags=shard.ShardFlags, run=shard.run, about=shard.ABOUT),
     "simulate": Command(flags=simulate.SimulateFlags, run=simulate.run, about=simulate.ABOUT),
     "top": Command(flags=top.TopFlags, run=top.run, about=top.ABOUT),
+    "simulate launch": Command(flags=simulate_launch.LaunchFlags, run=simulate_launch.run, about=simulate_launch.ABOUT),
+    "simulate route": Command(flags=simulate_route.RouteFlags, run=simulate_route.run, about=simulate_route.ABOUT),
 }
 
 
@@ -98,7 +102,14 @@ def run_command(name: str, words: Sequence[str], child: Child | None = None) -> 
     try:
         name, words = _whole_name(name, words)
         command = COMMANDS[name]
-        flags = parse_flags(command.flags, words, name=name, about=command.about)
+        about, origins = command.about, Origins()
+        if takes_profile(command.flags):
+            about += PROFILE_ABOUT
+            with refusals():
+                words, origins = expand_profile(words, command.flags)
+        flags = parse_flags(command.flags, words, name=name, about=about)
+        if command.wants_origins:
+            return command.run(flags, origins)
         if command.starts_ranks:
             return command.run(flags, Start(words=[*name.split(), *words], child=child))
         return command.run(flags)
@@ -112,45 +123,13 @@ def run_command(name: str, words: Sequence[str], child: Child | None = None) -> 
 
 def _whole_name(name: str, words: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Some commands have two words, `bench host`: the name as in COMMANDS, and the words that are left."""
+    whole = " ".join([name, *words[:1]])
+    if words and whole in COMMANDS:
+        return whole, words[1:]
     if name in COMMANDS:
         return name, words
-    whole = " ".join([name, *words[:1]])
-    if whole in COMMANDS:
-        return whole, words[1:]
     known = [each for each in COMMANDS if each.startswith(f"{name} ")]
     if words[:1] in (["--help"], ["-h"]):
         print("\n".join(f"serried {each} --help" for each in known))
         sys.exit(0)
     raise Refusal(f"{whole!r} is not a command; there is {', '.join(known)}, e.g. serried {known[0]} --help")
-
-
-def parse_flags(flags: type[Any], words: Sequence[str], *, name: str, about: str) -> Any:
-    """`words` as an instance of `flags`; `--help` prints and exits with 0. Raises Refusal with what is wrong."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return tyro.cli(
-                flags,
-                prog=f"serried {name}",
-                description=about,
-                args=list(words),
-                config=(tyro.conf.PositionalRequiredArgs, tyro.conf.PositionalMetavarFromFieldName),
-            )
-    except SystemExit as exit_:
-        if exit_.code in (0, None):
-            raise
-        text = COLOUR.sub("", said.getvalue())  # the parser colours what it says where standard error is a terminal
-        raise Refusal(f"{_one_line(text, exit_)} (serried {name} --help)") from exit_
-
-
-def _one_line(box: str, exit_: SystemExit) -> str:
-    """What the parser says in a box of lines, as one line; a config's own words come unwrapped from its error."""
-    lines = [line.strip("│ ") for line in box.splitlines()[1:] if not RULE.fullmatch(line)]
-    text = re.sub(r"\s+", " ", " ".join(lines)).strip()
-    text = re.split(r" ?(?:For full helptext|Argument helptext)", text)[0]
-    cause = exit_.__context__ and exit_.__context__.__context__
-    place = re.match(r"Error parsing (\S+): ", text)
-    if place is None:
-        return text[:1].lower() + text[1:]
-    words = str(cause) if isinstance(cause, ValueError) else text[place.end() :]
-    return f"{place[1]}: {words}" if place[1].startswith("-") else words

@@ -1,41 +1,47 @@
-"""`serried plan`: what a model needs on each rank, and whether it fits, from its configuration alone.
+"""`serried plan`: what a model needs on each rank, and with --gpus what to run on them, from its configuration alone.
 
-Loads no weights and asks no device: a folder, a config.json or a name is enough. The numbers are those of the engine's
-own memory plan, so what is said here is what `generate` would allocate.
+Loads no weights and asks no device: a folder, a config.json or a name is enough.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
 
 import tyro
 from rich.console import Console
 
 from runtime.config import EngineConfig
-from runtime.hardware import Hardware, read_hardware
-from runtime.memory import MemoryPlan, plan_lines, plan_memory
-from runtime.model_config import ModelConfig, read_model_config
-from runtime.model_shapes import ParameterCounts, parameter_counts
-from runtime.settling import memory_numbers
+from runtime.deployments import Site
+from runtime.device_costs import read_device_costs
+from runtime.goals import Goals, Prefill
+from runtime.model_config import read_model_config
 
 from .models import find_hardware, find_model
+from .plan_deploy import write_deployment
+from .plan_goals import Wish, find_answer, published_efficiency, tell_answer
+from .plan_memory import DEFAULT_CONTEXT, lines, make_report, record
+from .plan_picture import write_picture
 from .refusal import refusals
 
 ABOUT = """\
-Say what a model needs on each rank, and whether it fits, without loading it.
+Say what a model needs on each rank, and whether it fits, without loading it; with --gpus, what to run on them.
 
 Examples:
+  serried plan deepseek-v3 --gpus 32 --context 2048 --tpot-ms 50
+  serried plan deepseek-v3 --gpus 32 --context 4096 --request-rate 50 --output-len 500 --save deploy.toml
+  serried plan --from-vllm 'vllm serve deepseek-ai/DeepSeek-V3 --data-parallel-size 32 --enable-expert-parallel'
   serried plan deepseek-v3 --ranks 32
   serried plan deepseek-v2-lite --ranks 1 --gpu h200 --context 32768
   serried plan FOLDER/config.json --ranks 8 --max-num-seqs 128 --json
 
-The exit code is 1, and the last line says why, when it does not fit.
+The exit code is 1, and the last line says why, when it does not fit or no deployment reaches the goals.
 """
 
 DONE, FAILED = 0, 1
-DEFAULT_CONTEXT = 4096
+NEED_GPUS = ("batch", "output_len", "request_rate", "efficiency", "save", "report")
 
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -52,41 +58,63 @@ class PlanFlags:
     context: int | None = None
     """Prompt and output of one request, in tokens; unset: 4096, or the model's longest. Said is how many fit."""
 
+    gpus: int | None = None
+    """GPUs there are; with it, a deployment is recommended. --ranks, unless it is 1, is then the size of its groups,
+    and --node-size the GPUs of a node, 8 unless said."""
+
+    batch: int | None = None
+    """Requests that a rank is to decode at once; unset: whatever is best. Refused with the bytes if they do not fit."""
+
+    output_len: int | None = None
+    """Tokens of --context that are output; unset: half of them."""
+
+    tpot_ms: float | None = None
+    """Goal: milliseconds between two tokens of a request, on average."""
+
+    ttft_ms: float | None = None
+    """Goal: milliseconds until a request's first token, on average."""
+
+    request_rate: float | None = None
+    """Requests a second that come, all together; unset: said is how many can."""
+
+    prefill: Prefill = "here"
+    """Whether prompts are computed on the same GPUs, or elsewhere."""
+
+    efficiency: float | None = None
+    """What a deployment reaches of the modelled throughput; unset: what published ones do, or 1 where this device was
+    measured itself."""
+
+    save: Path | None = None
+    """File to write the deployment to, for --profile."""
+
+    report: Path | None = None
+    """File for a picture of what else could be run: .html, or .png with matplotlib."""
+
     json: Switch = False
     """Print one JSON object instead of text."""
 
     def __post_init__(self) -> None:
-        if self.context is not None and self.context < 1:
-            raise ValueError(f"context is {self.context}; it must be at least 1, e.g. 4096")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """The answer, before it is laid out."""
-
-    model: ModelConfig
-    device: Hardware
-    parameters: ParameterCounts
-    plan: MemoryPlan
-    context: int
-    misfits: tuple[str, ...] = field(default=())
-    """What does not fit, a sentence each; empty when all does."""
-
-    @property
-    def cached_requests(self) -> int:
-        """Requests of this context whose latents a rank can hold at once."""
-        return self.plan.concurrent_requests(self.context) if self.context <= self.plan.numbers.max_model_len else 0
-
-    @property
-    def running_requests(self) -> int:
-        """Of those, the ones that may run at once."""
-        return min(self.cached_requests, self.plan.numbers.max_num_seqs)
+        for name, legal in (("context", 4096), ("gpus", 8), ("batch", 64)):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1, e.g. {legal}")
+        if self.efficiency is not None and not 0.0 < self.efficiency <= 1.0:
+            raise ValueError(f"efficiency is {self.efficiency}; it must be above 0 and at most 1, e.g. 0.8")
+        if self.report is not None and self.report.suffix not in (".html", ".png"):
+            raise ValueError(f"report is {str(self.report)!r}; it must end with .html or .png, e.g. plan.html")
+        asked = [f"--{name.replace('_', '-')}" for name in NEED_GPUS if getattr(self, name) is not None]
+        if self.gpus is None and asked:
+            raise ValueError(f"{asked[0]} is for a recommended deployment, which needs --gpus, e.g. --gpus 32")
 
 
 def run(flags: PlanFlags) -> int:
     """Print the plan; returns 0 when it fits and 1 when not. Raises Refusal for a model or device that is not known."""
+    if flags.gpus is not None:
+        return recommend(flags)
     with refusals():
-        report = make_report(flags)
+        report = make_report(
+            flags.engine, gpu=flags.gpu, context=flags.context, tpot_ms=flags.tpot_ms, ttft_ms=flags.ttft_ms
+        )
     out, notes = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
     for warning in report.model.warnings:
         notes.print(f"note: {warning}", markup=False)
@@ -95,98 +123,58 @@ def run(flags: PlanFlags) -> int:
     else:
         for line in lines(report):
             out.print(line, markup=False)
+    for warning in report.warnings:
+        notes.print(f"warning: {warning}", markup=False)
     for misfit in report.misfits:
         notes.print(f"serried: {misfit}", markup=False)
     return FAILED if report.misfits else DONE
 
 
-def make_report(flags: PlanFlags) -> Report:
-    """Read the model and the device and plan. Raises ValueError or OSError for what cannot be read or is not built."""
-    model = read_model_config(find_model(flags.engine.model))
-    device = read_hardware(find_hardware(flags.gpu))
-    on_gpu = flags.gpu != "cpu"
-    numbers = memory_numbers(flags.engine, model, device_bytes=device.memory_bytes, on_gpu=on_gpu)
-    plan = plan_memory(model, numbers)
-    context = flags.context or min(DEFAULT_CONTEXT, plan.numbers.max_model_len)
-    return Report(
-        model=model,
-        device=device,
-        parameters=parameter_counts(model),
-        plan=plan,
-        context=context,
-        misfits=tuple(_misfits(plan, model, context)),
-    )
+def recommend(flags: PlanFlags) -> int:
+    """Print the deployment that serves the goals best, write it if asked; returns 0, or 1 when none does."""
+    assert flags.gpus is not None
+    with refusals():
+        wish = make_wish(flags)
+        answer = find_answer(wish)
+        if answer.chosen is not None and flags.save is not None:
+            write_deployment(flags.save, wish, answer.chosen)
+        if answer.found and flags.report is not None:
+            write_picture(flags.report, wish, answer)
+    tell_answer(wish, answer, as_json=flags.json, saved=flags.save, report=flags.report)
+    return DONE if answer.chosen is not None else FAILED
 
 
-def _misfits(plan: MemoryPlan, model: ModelConfig, context: int) -> list[str]:
-    try:
-        plan.check_fits()
-    except ValueError as error:
-        return [str(error)]
+def make_wish(flags: PlanFlags) -> Wish:
+    """What is asked for. Raises ValueError or OSError for what cannot be read or makes no sense."""
+    assert flags.gpus is not None
+    model, path = read_model_config(find_model(flags.engine.model)), find_hardware(flags.gpu)
+    context = flags.context or min(DEFAULT_CONTEXT, model.max_position)
     if context > model.max_position:
-        return [f"a context of {context:,} tokens is longer than the model's {model.max_position:,}"]
-    if context > plan.numbers.max_model_len:
-        return [f"a context of {context:,} tokens is longer than --max-model-len {plan.numbers.max_model_len:,}"]
-    if not plan.concurrent_requests(context):
-        pages = plan.num_pages * plan.numbers.page_size
-        return [f"not one request of {context:,} tokens fits: the cache of a rank holds {pages:,} tokens"]
-    return []
-
-
-def lines(report: Report) -> list[str]:
-    """The report for a person."""
-    model, plan, counts = report.model, report.plan, report.parameters
-    ranks = plan.numbers.ranks
-    return [
-        _describe(model),
-        f"parameters            {_billions(counts.main)}, {_billions(counts.active)} active a token",
-        f"  MTP, apart          {_mtp(model, counts)}",
-        f"ranks                 {ranks} x {report.device.name}",
-        *plan_lines(plan, contexts=()),
-        f"requests of {report.context:<9,} {report.cached_requests:,} a rank by the cache, "
-        f"{plan.numbers.max_num_seqs:,} by --max-num-seqs: {report.running_requests * ranks:,} in all",
-    ]
-
-
-def record(report: Report) -> dict[str, Any]:
-    """The report for a program; bytes are of one rank."""
-    plan, parameters = report.plan, report.parameters
-    return {
-        "model_type": report.model.model_type,
-        "ranks": plan.numbers.ranks,
-        "device": report.device.name,
-        "parameters": {"main": parameters.main, "active": parameters.active, "mtp": parameters.mtp},
-        "weight_bytes": asdict(plan.weights) | {"total": plan.weights.total},
-        "workspace_bytes": asdict(plan.workspaces) | {"total": plan.workspaces.total},
-        "slots_per_rank": plan.slots_per_rank,
-        "kv_bytes_per_token": plan.kv_bytes_per_token,
-        "cache_bytes": plan.cache_bytes,
-        "num_pages": plan.num_pages,
-        "page_size": plan.numbers.page_size,
-        "context": report.context,
-        "cached_requests": report.cached_requests,
-        "running_requests": report.running_requests,
-        "budget_bytes": plan.budget_bytes,
-        "shortfall_bytes": plan.shortfall_bytes,
-        "fits": not report.misfits,
-        "misfits": list(report.misfits),
-    }
-
-
-def _describe(model: ModelConfig) -> str:
-    dense = f"{model.num_dense_layers} of them dense" if model.num_dense_layers else "all with experts"
-    text = f"{model.model_type:<21} {model.num_layers} layers, {dense}"
-    if model.moe is None:
-        return text
-    return f"{text}; {model.moe.num_experts} experts, top {model.moe.top_k}, {model.moe.num_shared} shared"
-
-
-def _mtp(model: ModelConfig, counts: ParameterCounts) -> str:
-    layers = model.num_mtp_layers
-    if not layers:
-        return "none"
-    return f"{_billions(counts.mtp)} in {layers} layer{'s' if layers > 1 else ''} for multi-token prediction, not run"
-
-
-def _billions(count: int) -> str:
-    return f"{count / 1e9:.3f} billion"
+        raise ValueError(f"context is {context}; the model allows at most {model.max_position}")
+    goals = Goals(
+        gpus=flags.gpus,
+        context=context,
+        output_len=flags.output_len or max(context // 2, 1),
+        node_size=flags.engine.node_size or 8,
+        tpot_ms=flags.tpot_ms,
+        ttft_ms=flags.ttft_ms,
+        request_rate=flags.request_rate,
+        prefill=flags.prefill,
+    )
+    costs = read_device_costs(path)
+    efficiency, why = (
+        published_efficiency(costs) if flags.efficiency is None else (flags.efficiency, "as --efficiency says")
+    )
+    on_gpu = flags.gpu != "cpu"
+    base = replace(flags.engine, hardware=str(path), ranks=1, device="cuda" if on_gpu else flags.engine.device)
+    site = Site(model=model, costs=costs, base=base, on_gpu=on_gpu, efficiency=efficiency)
+    asked = flags.engine.ranks if flags.engine.ranks > 1 else None
+    return Wish(
+        site=site,
+        goals=goals,
+        efficiency_why=why,
+        model=flags.engine.model,
+        gpu=flags.gpu,
+        ranks=asked,
+        batch=flags.batch,
+    )

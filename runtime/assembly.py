@@ -21,11 +21,13 @@ from .batch import RequestTable
 from .cadence import StepBudget
 from .checkpoint import TensorSource, open_checkpoint
 from .control import Control
-from .costs import ItlBudget, StepCosts
+from .cost_group import group_of
+from .costs import ItlBudget, Operations, StepCosts
 from .decoder import Decoder
+from .device_costs import read_device_costs
 from .dummy import DummyCheckpoint
 from .experts import Experts
-from .hardware import Hardware, read_hardware
+from .hardware import read_hardware
 from .heartbeat import HeartbeatState
 from .instruments import Instruments, timed_exchange, timed_recorder, timed_sampler
 from .memory import MemoryPlan
@@ -42,11 +44,11 @@ from .rebalance import build_rebalancer, widest
 from .recorder import Recorder, StampedTransport
 from .refusals import check_drafts
 from .request import Request
-from .roofline import CostShape, RooflineOperations
+from .roofline import CostShape
 from .routing_record import open_recorder
 from .sampler_ops import sampler_ops
 from .scheduler import Drafter, Scheduler
-from .settling import Settled
+from .settling import Settled, full_step
 from .showing import NOT_SHOWN, NotShown
 from .startup import LoadReport
 from .straggler import StragglerState
@@ -201,8 +203,7 @@ def _budget(settled: Settled) -> StepBudget | None:
     config = settled.config
     if config.cadence.itl_target_ms is None:
         return None
-    costs = StepCosts(_operations(settled, read_hardware(config.hardware or "")))
-    return ItlBudget(costs=costs, target_ms=config.cadence.itl_target_ms)
+    return ItlBudget(costs=StepCosts(_operations(settled)), target_ms=config.cadence.itl_target_ms)
 
 
 def _overlap(settled: Settled) -> OverlapState:
@@ -211,13 +212,16 @@ def _overlap(settled: Settled) -> OverlapState:
     if config.overlap.dbo != "auto" or config.hardware is None:
         return OverlapState(config=config.overlap)
     hardware = read_hardware(config.hardware)
-    model = CostModel.of(_operations(settled, hardware), config.overlap, hardware)
-    return OverlapState(config=config.overlap, model=model)
+    return OverlapState(config=config.overlap, model=CostModel.of(_operations(settled), config.overlap, hardware))
 
 
-def _operations(settled: Settled, hardware: Hardware) -> RooflineOperations:
-    shape = CostShape.of(settled.model, fp8_cache=settled.cache_row.fp8)
-    return RooflineOperations(shape=shape, hardware=hardware, ranks=settled.config.ranks)
+def _operations(settled: Settled) -> Operations:
+    """Times of this model's operations in this group, by the file that says what the device is."""
+    config = settled.config
+    group = group_of(config, settled.model, tokens=full_step(config), capacities=settled.capacities)
+    return read_device_costs(config.hardware or "").operations(
+        CostShape.of(settled.model, fp8_cache=settled.cache_row.fp8), group
+    )
 
 
 def _worker(

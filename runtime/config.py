@@ -146,6 +146,8 @@ class EngineConfig:
         """
         placed = self.eplb.init_placement and "a file"
         eplb = replace(self.eplb, init_placement=placed, record_routing=None, record_routing_tokens=0)
-        alike = replace(self, model="", hardware=None, capacities=self.capacities and "a file", eplb=eplb)
+        alike = replace(
+            self, model="", hardware=self.hardware and "a file", capacities=self.capacities and "a file", eplb=eplb
+        )
         text = f"{alike!r}|{model!r}".encode()
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1

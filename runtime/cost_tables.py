@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from .curves import Curve, Grid
+from .roofline import CostShape
 
 _NUMBERS = (
     "moe_layers", "dense_layers", "experts", "top_k", "node_size", "glue_us", "head_us", "host_us",
 )  # fmt: skip
+_OPTIONAL = ("shape",)
 _PARTS = ("model", *_NUMBERS, "projections", "core", "shared", "dense", "routed", "exchange", "prefill")
 
 
@@ -38,6 +40,7 @@ class CostTables:
     dense_us         MLP of a layer without experts, over tokens
     routed_us        routed experts, over experts held here and tokens a rank, at level load
     prefill_us       over the mean position of the prompt tokens
+    shape            sizes of the model that was measured; None: its times cannot be carried over to others
     """
 
     model: str
@@ -56,6 +59,7 @@ class CostTables:
     routed_us: Grid
     exchange: tuple[ExchangeTable, ...]
     prefill_us: Curve
+    shape: CostShape | None = None
 
     def check_model(self, *, experts: int, top_k: int, moe_layers: int, dense_layers: int) -> None:
         """ValueError unless these are the sizes of the model that was measured."""
@@ -85,7 +89,7 @@ def read_cost_tables(path: Path | str) -> CostTables:
 
 def _tables(costs: Mapping[str, Any]) -> CostTables:
     for name in costs:
-        if name not in _PARTS:
+        if name not in (*_PARTS, *_OPTIONAL):
             raise ValueError(f"{name} is unknown; the parts are {', '.join(_PARTS)}")
     for name in _PARTS:
         if name not in costs:
@@ -100,7 +104,20 @@ def _tables(costs: Mapping[str, Any]) -> CostTables:
         routed_us=_grid(costs["routed"], "experts", "tokens"),
         exchange=_exchange(costs["exchange"], node_size=costs["node_size"]),
         prefill_us=_curve(costs["prefill"], "position"),
+        shape=_shape(costs),
     )
+
+
+def _shape(costs: Mapping[str, Any]) -> CostShape | None:
+    found = costs.get("shape")
+    if found is None:
+        return None
+    names = [field.name for field in fields(CostShape)]
+    sizes = {name: costs[name] for name in names if name in costs} | found
+    if set(sizes) != set(names):
+        wrong = ", ".join(sorted(set(sizes) ^ set(names)))
+        raise ValueError(f"shape has or lacks {wrong}; with the numbers above it must have {', '.join(names)}")
+    return CostShape(**sizes)
 
 
 def _number(costs: Mapping[str, Any], name: str) -> Any:

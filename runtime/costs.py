@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from .curves import Curve
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
@@ -64,12 +66,25 @@ class LayerTime(NamedTuple):
 
 
 class StepFrame(NamedTuple):
-    """What operations repeat over and what a step has once: layers with and without experts, head and host."""
+    """What operations repeat over and what a step has once: layers with and without experts, head and host.
+
+    head_curve_us, host_curve_us   over tokens, where they do not take the same for any number of them
+    """
 
     moe_layers: int
     dense_layers: int
     head_us: float
     host_us: float
+    head_curve_us: Curve | None = None
+    host_curve_us: Curve | None = None
+
+    def head_at(self, tokens: float) -> float:
+        """Microseconds of the head for so many tokens."""
+        return self.head_us if self.head_curve_us is None else self.head_curve_us.at(tokens)
+
+    def host_at(self, tokens: float) -> float:
+        """Microseconds of the host for a step of so many tokens."""
+        return self.host_us if self.host_curve_us is None else self.host_curve_us.at(tokens)
 
 
 class Operations(Protocol):
@@ -132,8 +147,8 @@ class StepCosts:
             experts_us=frame.moe_layers * layer.experts_us + frame.dense_layers * self.operations.dense_us(tokens),
             exchange_us=frame.moe_layers * layer.exchange_us,
             prefill_us=prefill_us,
-            head_us=frame.head_us,
-            host_us=frame.host_us,
+            head_us=frame.head_at(tokens),
+            host_us=frame.host_at(tokens),
         )
 
     def layer_time(self, shapes: Sequence[StepShape], *, share: float = 1.0) -> LayerTime:

@@ -14,7 +14,7 @@ from attention_mla import fp8_row_bytes
 
 from .costs import StepFrame
 from .hardware import Hardware
-from .traffic import RowsPer, Traffic
+from .traffic import RowsPer, Traffic, check_ratios
 
 if TYPE_CHECKING:
     from .model_config import ModelConfig
@@ -94,7 +94,10 @@ class CostShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineOperations:
-    """`Operations` of a group of `ranks` at the peaks of `hardware`, with all local experts read in every layer."""
+    """`Operations` of a group of `ranks` at the peaks of `hardware`, with all local experts read in every layer.
+
+    redundant, imbalance, wire_imbalance, padding   as of `MeasuredOperations`
+    """
 
     shape: CostShape
     hardware: Hardware
@@ -104,6 +107,12 @@ class RooflineOperations:
     rows_per: RowsPer = "ranks"
     hierarchical: bool = False
     host_us: float = 0.0
+    redundant: int = 0
+    wire_imbalance: float = 1.0
+    padding: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_ratios(imbalance=self.imbalance, wire_imbalance=self.wire_imbalance, padding=self.padding)
 
     @property
     def frame(self) -> StepFrame:
@@ -125,7 +134,7 @@ class RooflineOperations:
     def experts_us(self, tokens: float, *, mean_tokens: float) -> float:
         """See `Operations`."""
         shape = self.shape
-        local = shape.experts / self.ranks * shape.expert
+        local = (shape.experts + self.redundant) / self.ranks * shape.expert
         router = shape.hidden * shape.experts
         shared = shape.shared_experts * shape.expert
         return (
@@ -138,16 +147,19 @@ class RooflineOperations:
         """See `Operations`. Node and network carry rows at the same time."""
         if self.ranks == 1 or not self.shape.experts:
             return 0.0
-        shape = self.shape
-        traffic = Traffic(
-            ranks=self.ranks, node_size=self.node_size, experts=shape.experts, top_k=shape.top_k, rows_per=self.rows_per
-        )
-        there = shape.hidden + 4 * shape.hidden // 128 if shape.fp8 else _BF16_BYTES * shape.hidden
-        back = _BF16_BYTES * shape.hidden
+        traffic = self._traffic
+        tokens *= max(self.wire_imbalance, self.padding)
+        there, back = self._row_bytes
         if self.hierarchical and traffic.nodes > 1:
-            return self._by_node_us(traffic, tokens, there + 16 + back)
-        there_us = self._rows_us(traffic, tokens * traffic.dispatch_rows * (there + 16))
+            return self._by_node_us(traffic, tokens, there + back)
+        there_us = self._rows_us(traffic, tokens * traffic.dispatch_rows * there)
         return there_us + self._rows_us(traffic, tokens * traffic.combine_rows * back)
+
+    def sent_bytes(self, tokens: float) -> float:
+        """Bytes that a rank sends to all others in one layer, there and back."""
+        traffic, (there, back) = self._traffic, self._row_bytes
+        tokens *= max(self.wire_imbalance, self.padding)
+        return tokens * (self.ranks - 1) * (traffic.dispatch_rows * there + traffic.combine_rows * back)
 
     def dense_us(self, tokens: float) -> float:
         """See `Operations`."""
@@ -163,6 +175,20 @@ class RooflineOperations:
         core = 2 * shape.heads * (shape.nope + shape.rope + shape.value) * position
         narrow = layers * (core + 2 * shape.absorbed)
         return (2 * active / self._flops(bf16=False) + narrow / self.hardware.bf16_flops) * _US
+
+    @property
+    def _traffic(self) -> Traffic:
+        shape = self.shape
+        return Traffic(
+            ranks=self.ranks, node_size=self.node_size, experts=shape.experts, top_k=shape.top_k, rows_per=self.rows_per
+        )
+
+    @property
+    def _row_bytes(self) -> tuple[int, int]:
+        """Of a row there, with what it says of its experts, and of one back."""
+        hidden = self.shape.hidden
+        there = hidden + 4 * hidden // 128 if self.shape.fp8 else _BF16_BYTES * hidden
+        return there + 16, _BF16_BYTES * hidden
 
     def _matrix_us(self, tokens: float, used: float, *, parameters: float, bf16: bool = False) -> float:
         """`tokens` times `used` parameters each, of `parameters` that are read."""

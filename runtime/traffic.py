@@ -74,3 +74,10 @@ class Traffic:
         """The chance that any of a token's experts is among `held` of them: 1 - C(E - held, k) / C(E, k)."""
         elsewhere = self.experts - held
         return 1.0 - math.prod([max(elsewhere - place, 0.0) / (self.experts - place) for place in range(self.top_k)])
+
+
+def check_ratios(**ratios: float) -> None:
+    """ValueError for a ratio of maximum over mean below 1."""
+    for name, value in ratios.items():
+        if not 1.0 <= value < math.inf:
+            raise ValueError(f"{name} is {value}; it is max over mean and at least 1.0, e.g. 1.0")

@@ -16,13 +16,22 @@ from ep.exchange_bench import ExchangeTimes, Load
 from launch.bench_exchange import ABOUT, ExchangeFlags, Line, link_us
 from launch.commands import REFUSED, parse_flags, run_command
 from launch.refusal import Refusal
-from runtime.hardware import read_hardware
+from runtime.curves import Curve
+from runtime.hardware import Hardware, read_hardware
+from runtime.hardware_file import write_hardware
+from runtime.rates import Rates, read_rates
 
 
 def flags(words: str) -> ExchangeFlags:
     return parse_flags(ExchangeFlags, words.split(), name="bench exchange", about=ABOUT)
 
 
+CPU = Hardware(
+    name="CPU", memory_bytes=1 << 34, bf16_flops=2e11, fp8_flops=0, memory_bytes_per_s=2e10, link_bytes_per_s=2e9,
+    network_bytes_per_s=0,
+)  # fmt: skip
+FLAT = Curve((1,), (1,))
+RATES = Rates(product_us=FLAT, expert_us=FLAT, expert_call_us=1, core_us=FLAT, layer_us=FLAT, host_us=FLAT)
 SMALL = "--tokens 3 5 --hidden 64 --slots 4 --top-k 2 --rounds 2"
 
 
@@ -42,6 +51,23 @@ def test_threads_measure_every_way_and_the_last_line_is_json(capsys):
             assert line[name] > 0, (name, line)
         assert line["wire_us"] <= line["exchange_us"]
         assert line["hardware_us"] >= 0
+
+
+def test_times_are_saved_for_the_cost_model_into_a_file_with_rates_and_no_other(capsys, tmp_path):
+    path = tmp_path / "cpu.toml"
+    words = f"exchange --ranks 2 --transport threads {SMALL} --save {path}"
+    assert run_command("bench", words.split()) == 2
+    assert "has no rates; write them first: serried bench kernels --save" in capsys.readouterr().err
+    write_hardware(path, CPU, kind="CPU", comment=["by hand"], rates=RATES)
+    assert run_command("bench", words.split()) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    saved = read_rates(path)
+    assert saved is not None
+    [(ranks, curve)] = saved.exchange_us
+    exact = [line["exchange_us"] for line in result["lines"] if line["exchange"] == "exact"]
+    assert (ranks, len(curve.xs)) == (2, 2)
+    assert curve.ys[0] == pytest.approx(exact[0], rel=0.01)
+    assert "# Exchange of 2 ranks by: serried bench exchange, commit " in path.read_text("utf-8")
 
 
 @pytest.mark.slow

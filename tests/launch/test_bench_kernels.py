@@ -15,13 +15,21 @@ from launch.bench_kernels import DEVICE, rate_table
 from launch.commands import REFUSED, run_command
 from runtime.hardware import read_hardware
 from runtime.kernel_bench import Rate, Sizes
+from runtime.rate_bench import RateSizes
+from runtime.rates import read_rates
 
 TINY = Sizes(products=(("small", 8, 32, 16),), memory_bytes=1 << 16, rows=(2,), row_bytes=64, sent=4, rounds=3)
+
+TINY_RATES = RateSizes(
+    tokens=(1, 4), product=(64, 32), num_products=2, rows=(1, 2), expert=(64, 32), num_experts=2, contexts=(64,),
+    heads=2, requests=2, decode_tokens=(1, 2), depths=(2, 3), prompt_len=4, outputs=(2, 4), tries=1,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def _tiny_and_threads_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(bench_kernels, "Sizes", lambda: TINY)
+    monkeypatch.setattr(bench_kernels, "RateSizes", lambda: TINY_RATES)
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -40,7 +48,23 @@ def test_the_last_line_is_json_and_the_profile_holds_the_same(tmp_path: Path, ca
     assert len(result["works"]) == 5
     saved = read_hardware(path)
     assert saved.bf16_flops == pytest.approx(result["hardware"]["bf16_flops"], rel=0.005)
+    rates = read_rates(path)
+    assert rates is not None
+    assert (rates.product_us.xs, rates.layer_us.xs) == ((1, 4), (1, 2))
     assert path.read_text().startswith(f"# Measured by: serried bench kernels --save '{path}'\n# machine   ")
+
+
+def test_steps_of_a_model_are_predicted_and_measured(capsys: pytest.CaptureFixture[str]):
+    assert run_command("bench", ["kernels", "--check", "tiny-v3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    steps = json.loads(lines[-1])["steps"]
+    assert [step["requests"] for step in steps] == [1, 2]
+    for step in steps:
+        assert step["predicted_ms"] > 0 < step["measured_ms"]
+        assert step["error"] == pytest.approx(step["predicted_ms"] / step["measured_ms"] - 1, abs=0.05)
+    assert sum(" requests: a step takes " in line for line in lines) == 2
+    assert run_command("bench", ["kernels", "--check", "tiny-v4"]) == REFUSED
+    assert "did you mean tiny-v3?" in capsys.readouterr().err
 
 
 def test_a_foreign_file_is_refused_before_anything_is_measured(

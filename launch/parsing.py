@@ -1,0 +1,52 @@
+"""From a command's words to its flags, or to one line that says what is wrong with them.
+
+Flags are the fields of dataclasses; the docstrings under the fields are their help. There is no second list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import tyro
+
+from .refusal import Refusal
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+RULE = re.compile(r"[╭╮╰╯│─\- ]*")
+"""A line that only draws: the parser's boxes, or its rules of hyphens where the output is not UTF-8."""
+
+
+def parse_flags(flags: type[Any], words: Sequence[str], *, name: str, about: str) -> Any:
+    """`words` as an instance of `flags`; `--help` prints and exits with 0. Raises Refusal with what is wrong."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                flags,
+                prog=f"serried {name}",
+                description=about,
+                args=list(words),
+                config=(tyro.conf.PositionalRequiredArgs, tyro.conf.PositionalMetavarFromFieldName),
+            )
+    except SystemExit as exit_:
+        if exit_.code in (0, None):
+            raise
+        text = COLOUR.sub("", said.getvalue())  # the parser colours what it says where standard error is a terminal
+        raise Refusal(f"{_one_line(text, exit_)} (serried {name} --help)") from exit_
+
+
+def _one_line(box: str, exit_: SystemExit) -> str:
+    """What the parser says in a box of lines, as one line; a config's own words come unwrapped from its error."""
+    lines = [line.strip("│ ") for line in box.splitlines()[1:] if not RULE.fullmatch(line)]
+    text = re.sub(r"\s+", " ", " ".join(lines)).strip()
+    text = re.split(r" ?(?:For full helptext|Argument helptext)", text)[0]
+    cause = exit_.__context__ and exit_.__context__.__context__
+    place = re.match(r"Error parsing (\S+): ", text)
+    if place is None:
+        return text[:1].lower() + text[1:]
+    words = str(cause) if isinstance(cause, ValueError) else text[place.end() :]
+    return f"{place[1]}: {words}" if place[1].startswith("-") else words
