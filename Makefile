@@ -14,6 +14,8 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/serried generate profiles/models/tiny-v3 --ranks 4 --max-num-seqs 8 --max-tokens 48 --temperature 0.4 --table \
 	  --prompt 'The "assert" statement' --prompt 'Return a list of' --prompt 'A class definition' --prompt 'This module provides'
+	$(BIN)/serried bench throughput profiles/models/tiny-v3 --ranks 4 --num-blocks 64 --max-num-seqs 8 --num-prompts 48 \
+	  --max-concurrency 16 --output-len 32 --output-json demo.json --report demo.html
 
 test: lint
 	$(BIN)/python -m pytest -m 'not soak and not gpu' tests

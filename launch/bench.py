@@ -193,12 +193,13 @@ def machine_line() -> str:
     """Processor, cores and how busy they were when this was printed."""
     load = os.getloadavg()[0]
     return (
-        f"machine   {_processor()}, {os.cpu_count()} cores, load {load:.1f} in the last minute; "
+        f"machine   {processor()}, {os.cpu_count()} cores, load {load:.1f} in the last minute; "
         f"Python {platform.python_version()}, torch {torch.__version__}"
     )
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

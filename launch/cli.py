@@ -41,6 +41,7 @@ commands:
   serve      Serve a model over gRPC, with a front door of its own before the ranks.
   shard      Write one file for each rank's share of a checkpoint, for fast starts.
   simulate   Show what the prefill cadence does to ranks in lockstep, without a device.
+  top        Watch the ranks of running groups: tokens, cache, queues, waits, load of experts.
 
 examples:
   serried generate profiles/models/tiny-v3 --prompt 'The "assert" statement' --ranks 4
@@ -52,7 +53,7 @@ examples:
 
 `serried COMMAND --help` lists a command's flags.
 """
-COMMANDS = ("bench", "config", "doctor", "eplb", "generate", "plan", "serve", "shard", "simulate")
+COMMANDS = ("bench", "config", "doctor", "eplb", "generate", "plan", "serve", "shard", "simulate", "top")
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 

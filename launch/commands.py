@@ -15,9 +15,12 @@ from . import (
     bench_eplb,
     bench_exchange,
     bench_kernels,
+    bench_latency,
     bench_overlap,
-    config_show,
     bench_serve,
+    bench_sweep,
+    bench_throughput,
+    config_show,
     doctor,
     eplb,
     generate,
@@ -28,6 +31,7 @@ from . import (
     simulate,
     simulate_launch,
     simulate_route,
+    top,
 )
 from .as_rank import Child
 from .config_profile import ABOUT as PROFILE_ABOUT
@@ -69,6 +73,18 @@ COMMANDS = {
     "bench overlap": Command(
         flags=bench_overlap.OverlapFlags, run=bench_overlap.run, about=bench_overlap.ABOUT, starts_ranks=True
     ),
+    "bench latency": Command(
+        flags=bench_latency.LatencyFlags, run=bench_latency.run, about=bench_latency.ABOUT, starts_ranks=True
+    ),
+    "bench sweep": Command(
+        flags=bench_sweep.SweepFlags, run=bench_sweep.run, about=bench_sweep.ABOUT, starts_ranks=True
+    ),
+    "bench throughput": Command(
+        flags=bench_throughput.ThroughputFlags,
+        run=bench_throughput.run,
+        about=bench_throughput.ABOUT,
+        starts_ranks=True,
+    ),
     "config": Command(flags=config_show.ConfigFlags, run=config_show.run, about=config_show.ABOUT, wants_origins=True),
     "bench serve": Command(flags=bench_serve.ServeBenchFlags, run=bench_serve.run, about=bench_serve.ABOUT),
     "doctor": Command(flags=doctor.DoctorFlags, run=doctor.run, about=doctor.ABOUT),
@@ -79,6 +95,7 @@ COMMANDS = {
     "serve": Command(flags=serve.ServeFlags, run=serve.run, about=serve.ABOUT, starts_ranks=True),
     "shard": Command(flags=shard.ShardFlags, run=shard.run, about=shard.ABOUT),
     "simulate": Command(flags=simulate.SimulateFlags, run=simulate.run, about=simulate.ABOUT),
+    "top": Command(flags=top.TopFlags, run=top.run, about=top.ABOUT),
     "simulate launch": Command(flags=simulate_launch.LaunchFlags, run=simulate_launch.run, about=simulate_launch.ABOUT),
     "simulate route": Command(flags=simulate_route.RouteFlags, run=simulate_route.run, about=simulate_route.ABOUT),
 }

@@ -22,6 +22,7 @@ import torch
 from runtime import Engine, EngineConfig
 from runtime.assembly import OnPlan
 from runtime.front import accept_ranks, call_front
+from runtime.instruments import Instruments
 from runtime.mailbox import LinkMailbox
 from runtime.process_ranks import ProcessRanks
 from runtime.progress import OnProgress
@@ -29,6 +30,7 @@ from runtime.settling import Settled, settle
 from runtime.thread_ranks import ThreadRanks
 
 from .as_rank import Child, hush, on_parent_death
+from .display import Display
 from .fields import config_fields, model_fields, version_fields
 from .meeting import Meeting
 from .place import ENDPOINTS, GroupFlags, Place, transport_of
@@ -61,8 +63,17 @@ class Telling:
 
 
 @contextmanager
-def engine_of(config: EngineConfig, flags: GroupFlags, start: Start, telling: Telling) -> Iterator[Engine | None]:
+def engine_of(
+    config: EngineConfig,
+    flags: GroupFlags,
+    start: Start,
+    telling: Telling,
+    *,
+    instruments: Instruments | None = None,
+) -> Iterator[Engine | None]:
     """The engine, ready; or None in a process that was a rank of a group, whose work is done by then.
+
+    instruments: what a benchmark wants measured; None: nothing.
 
     Raises ValueError for what cannot run, RanksDiffer, PeerFailed for a rank that does not come. When a rank fails, the
     process ends with code 1 and one line that names it.
@@ -70,7 +81,7 @@ def engine_of(config: EngineConfig, flags: GroupFlags, start: Start, telling: Te
     world = start.child.world if start.child else detect(os.environ)
     check_ranks(world, config.ranks if config.ranks != 1 else None)
     if world.size == 1 and (config.ranks == 1 or flags.transport == "threads"):
-        yield from _threads(config, flags, telling)
+        yield from _threads(config, flags, telling, instruments)
         return
     world, settled = settle_ranks(config, flags, world)
     if world.is_primary:
@@ -81,7 +92,7 @@ def engine_of(config: EngineConfig, flags: GroupFlags, start: Start, telling: Te
         meeting, ranks = meet_ranks(
             flags.meeting, start, world, stack, fields=alike(settled), endpoints=(*ENDPOINTS, "front")
         )
-        place = Place(settled, flags, world, meeting, stack, child=start.child)
+        place = Place(settled, flags, world, meeting, stack, child=start.child, instruments=instruments)
         if world.is_primary:
             yield from _front(place, meeting, telling)
             place.transport.close()  # the others wait for that before they end, and this one waits for their end
@@ -118,9 +129,12 @@ def alike(settled: Settled) -> tuple[tuple[str, str], ...]:
     return (*model_fields(Path(settled.config.model)), *config_fields(settled.config))
 
 
-def _threads(config: EngineConfig, flags: GroupFlags, telling: Telling) -> Iterator[Engine]:
+def _threads(
+    config: EngineConfig, flags: GroupFlags, telling: Telling, instruments: Instruments | None
+) -> Iterator[Engine]:
     """All ranks here."""
     trace = Trace(flags.trace)
+    display = Display(f"threads-{os.getpid()}", chosen=flags.run_dir)
     ranks = ThreadRanks(
         config,
         drafter=None,
@@ -128,9 +142,16 @@ def _threads(config: EngineConfig, flags: GroupFlags, telling: Telling) -> Itera
         on_progress=telling.on_progress,
         trace=trace.transport,
         timeline=trace.timeline,
+        instruments=instruments,
+        show=lambda rank: display.show(rank, config.ranks),
     )
-    with Engine(config, ranks=ranks, on_notice=telling.say) as engine:
-        yield engine
+    for line in display.warnings:
+        telling.say(line)
+    try:
+        with Engine(config, ranks=ranks, on_notice=telling.say) as engine:
+            yield engine
+    finally:
+        display.close()
     for line in trace.finish():
         telling.say(line)
 

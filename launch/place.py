@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -23,10 +24,13 @@ from ep.conformance import check_transport
 from ep.torch_dist import open_store, open_torch_dist
 from runtime.assembly import OnPlan, Seat, assemble
 from runtime.control import Control
+from runtime.flight import run_name
 from runtime.gpu_health import GpuHealth, load_library
+from runtime.instruments import Instruments
 from runtime.kv_log import KvLog
 from runtime.mailbox import Mailbox
 from runtime.node_share import NodePeers
+from runtime.outputs import Note
 from runtime.progress import OnProgress
 from runtime.pulse import Pulse
 from runtime.rank_loop import RankInbox, notifier, run_rank, speaker
@@ -41,6 +45,7 @@ from runtime.votes import Vote
 from runtime.worker import Worker
 
 from .as_rank import Child
+from .display import Display
 from .meeting import Meeting
 from .rendezvous import RendezvousConfig
 from .trace import Trace, check_path
@@ -67,6 +72,10 @@ class GroupFlags:
     trace: Path | None = None
     """File for a trace of the latest steps: when each track computed, waited and had rows under way, for
     ui.perfetto.dev. Rank 1 writes one with .rank1 before its ending, and so on; unset: none is written."""
+
+    run_dir: Path | None = None
+    """Folder where ranks show themselves to `serried top`; unset: one of this user's own, in memory where there is
+    such a folder."""
 
     meeting: tyro.conf.OmitArgPrefixes[RendezvousConfig] = field(default_factory=RendezvousConfig)
 
@@ -110,10 +119,12 @@ class Place:
         *,
         child: Child | None,
         trace: Trace | None = None,
+        instruments: Instruments | None = None,
     ) -> None:
         """trace: one that is not written at the end."""
         self.settled = settled
         self.world = world
+        self.instruments = instruments
         self.trace = trace or Trace(flags.trace)
         self.traced: tuple[str, ...] = ()
         self.times = StartupTimes(began=process_began())
@@ -121,6 +132,8 @@ class Place:
         self._verdict: Verdict | None = None
         self._lose: Callable[[BaseException], None] | None = None
         self._finished = threading.Event()
+        self._display = Display(run_name(meeting.key), chosen=flags.run_dir)
+        self._show = self._display.show(world.rank, world.size)
         self.pulse = Pulse.start(
             rank=world.rank,
             size=world.size,
@@ -172,11 +185,12 @@ class Place:
                 control=self.control,
                 recorder=recorder,
                 emit=speaker(mailbox),
-                notify=notifier(mailbox),
+                notify=partial(self._notify, notifier(mailbox)),
                 inbox=inbox,
                 timeline=self.trace.timeline(self.world.rank),
                 excuses=self._excuses,
                 kv_log=kv_log,
+                show=self._show,
             )
             self.times.mark("meet")
             parts = assemble(
@@ -186,11 +200,12 @@ class Place:
                 on_plan=on_plan,
                 on_progress=on_progress,
                 peers=node_peers(self.world, self.control),
+                instruments=self.instruments,
             )
             parts.workers[0].decoder.self_test()
             self.times.mark("load")
             if on_facts is not None:
-                told = (*(parts.load.lines() if parts.load else ()), self.times.line())
+                told = (*(parts.load.lines() if parts.load else ()), self.times.line(), *self._display.warnings)
                 on_facts(GroupFacts(model=parts.model, plan=parts.plan, capacities=(), notes=(*parts.notes, *told)))
             if on_worker is not None:
                 on_worker(parts.workers[0])
@@ -198,8 +213,13 @@ class Place:
             self.pulse.ready()
             run_rank(parts.workers[0], mailbox, inbox, recorder)
             self.traced = tuple(self.trace.finish())
+            self._display.close()
         except BaseException as error:  # told to the group, which ends with it
             self.pulse.fail(error)
+
+    def _notify(self, tell: Callable[[Note], None], note: Note) -> None:
+        self._show.noted(note.text)
+        tell(note)
 
     def listen(self, lose: Callable[[BaseException], None]) -> None:
         """Whom to tell, on rank 0, that the group has failed."""
@@ -215,6 +235,7 @@ class Place:
 
     def _hear_verdict(self, verdict: Verdict) -> None:
         self._verdict = verdict
+        self._display.fail(verdict)
         if self._lose is not None:
             self._lose(PeerFailed(verdict.culprit, verdict.cause, rank=self.world.rank, step=max(verdict.step, 0)))
             self._finished.wait(LAST_WORDS_S)

@@ -12,7 +12,7 @@ from functools import partial
 
 from attention_mla import LatentCache
 from dbo import UNTIMED, OverlapState, Untimed
-from ep import Exchange, Transport, exchange_ops
+from ep import Transport, exchange_ops
 from ep.lanes import LANES, LanedTransport
 from eplb import ExpertLoad
 from moe import ExpertBank
@@ -29,6 +29,7 @@ from .dummy import DummyCheckpoint
 from .experts import Experts
 from .hardware import read_hardware
 from .heartbeat import HeartbeatState
+from .instruments import Instruments, timed_exchange, timed_recorder, timed_sampler
 from .kv_log import KvLog
 from .memory import MemoryPlan
 from .model_config import ModelConfig
@@ -37,7 +38,7 @@ from .node_share import NodePeers
 from .outputs import News, Note
 from .overlap import CostModel
 from .pages import PagePool
-from .prefix import PrefixCache
+from .part_times import NoParts
 from .progress import OnProgress, counted
 from .ranks import Inbox
 from .rebalance import build_rebalancer, widest
@@ -49,6 +50,7 @@ from .routing_record import open_recorder
 from .sampler_ops import sampler_ops
 from .scheduler import Drafter, Scheduler
 from .settling import Settled, full_step
+from .showing import NOT_SHOWN, NotShown
 from .startup import LoadReport
 from .straggler import StragglerState
 from .voice import Excuses, no_excuse
@@ -74,7 +76,7 @@ class Parts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
     """What ties one rank to the others, and to whoever listens. `timeline` is told what its tracks do; `excuses`
-    say why its device may be slow; `kv_log` is told what its prefix cache holds."""
+    say why its device may be slow; `show` is told every step, `kv_log` what its prefix cache holds."""
 
     transport: Transport
     control: Control
@@ -85,6 +87,7 @@ class Seat:
     timeline: Untimed = UNTIMED
     excuses: Excuses = no_excuse
     kv_log: KvLog | None = None
+    show: NotShown = NOT_SHOWN
 
 
 def assemble(
@@ -95,10 +98,13 @@ def assemble(
     on_plan: OnPlan | None,
     on_progress: OnProgress | None,
     peers: NodePeers | None = None,
+    instruments: Instruments | None = None,
 ) -> Parts:
     """Build one worker for each seat. What all ranks hold alike is loaded once and shared by the seats of a process.
 
-    peers   the processes of this node, for the single seat of one of them: they read and keep together what they share
+    peers         the processes of this node, for the single seat of one of them: they read and keep together what they
+                  share
+    instruments   what a benchmark wants measured; None: nothing
     """
     overlap = _overlap(settled)
     if on_plan is not None:
@@ -114,7 +120,16 @@ def assemble(
     if drafter is not None:
         drafter = partial(_guarded, drafter, settled.model.vocab_size)
     workers = tuple(
-        _worker(settled, held, seat, budget=budget, overlap=overlap, drafter=drafter, source=source)
+        _worker(
+            settled,
+            held,
+            seat,
+            budget=budget,
+            overlap=overlap,
+            drafter=drafter,
+            source=source,
+            instruments=instruments or Instruments(),
+        )
         for seat, held in zip(seats, weights, strict=True)
     )
     return Parts(
@@ -220,16 +235,20 @@ def _worker(
     overlap: OverlapState,
     drafter: Drafter | None,
     source: TensorSource,
+    instruments: Instruments,
 ) -> Worker:
     config, model, plan = settled.config, settled.model, settled.plan
     log = seat.kv_log
     pool = PagePool(plan.num_pages, config.cache.block_size, on_evict=log.removed if log is not None else None)
-    prefix = PrefixCache(pool, enabled=config.scheduler.enable_prefix_caching, log=log)
+    prefix = instruments.prefix(pool, enabled=config.scheduler.enable_prefix_caching, log=log)
+    timer = instruments.timer()
+    recorder = timed_recorder(seat.recorder, timer)
     max_model_len = config.scheduler.max_model_len
     assert max_model_len is not None, "max_model_len is settled before workers are built"
     lanes = LANES[settled.device.type](settled.device)
-    transport = StampedTransport(LanedTransport(seat.transport, lanes), seat.recorder)
-    decoder = _decoder(settled, weights, transport)
+    transport = StampedTransport(LanedTransport(seat.transport, lanes), recorder)
+    decoder = _decoder(settled, weights, transport, timer=timer)
+    instruments.prepare(decoder.cache)
     return Worker(
         decoder=decoder,
         scheduler=Scheduler(config.scheduler, pool, prefix, drafter=drafter),
@@ -240,7 +259,7 @@ def _worker(
         ),
         transport=transport,
         control=seat.control,
-        recorder=seat.recorder,
+        recorder=recorder,
         state=HeartbeatState.start(config.cadence, budget=budget, overlap=overlap),
         stragglers=StragglerState(config=config.straggler),
         async_depth=config.async_depth,
@@ -252,7 +271,9 @@ def _worker(
         may_overflow=decoder.may_overflow,
         timeline=seat.timeline,
         excuses=seat.excuses,
-        sampler=sampler_ops(config.ops),
+        sampler=timed_sampler(sampler_ops(config.ops), timer),
+        parts=timer,
+        show=seat.show,
     )
 
 
@@ -279,7 +300,7 @@ def _experts(settled: Settled, decoder: Decoder, transport: Transport, *, source
     )
 
 
-def _decoder(settled: Settled, weights: DecoderWeights, transport: Transport) -> Decoder:
+def _decoder(settled: Settled, weights: DecoderWeights, transport: Transport, *, timer: NoParts) -> Decoder:
     config, model, plan = settled.config, settled.model, settled.plan
     cache = LatentCache(model.num_layers, plan.num_pages, config.cache.block_size, settled.cache_row, settled.device)
     exchange, tables, rank = None, {}, transport.rank
@@ -289,8 +310,9 @@ def _decoder(settled: Settled, weights: DecoderWeights, transport: Transport) ->
             layer: placement.table(settled.device, rank=rank, node_size=settled.topology.node_size, width=width)
             for layer, placement in settled.placements.items()
         }
-        exchange = Exchange(
+        exchange = timed_exchange(
             transport,
+            timer,
             num_slots=plan.slots_per_rank * config.ranks,
             hidden=model.hidden_size,
             top_k=model.moe.top_k,
@@ -312,4 +334,5 @@ def _decoder(settled: Settled, weights: DecoderWeights, transport: Transport) ->
         ops=config.ops,
         tell_experts=config.eplb.record_routing_tokens > 0,
         comm_sms=config.overlap.left_sms,
+        parts=timer,
     )

@@ -33,6 +33,7 @@ from ep.selftest import self_test
 from moe import MoeLayer, MoeOps, PlacementTable, moe_ops
 
 from .model_config import ModelConfig
+from .part_times import NO_PARTS, NoParts, Part
 from .weights import DecoderWeights, LayerWeights
 
 
@@ -98,7 +99,7 @@ class Decoder:
 
     `weights` hold this rank's experts only; `exchange` reaches the others; `tables` say, by layer, where every expert
     sits. `tell_experts`: whether outputs say which experts each token visits. `comm_sms`: multiprocessors that kernels
-    leave to exchanges where tracks take turns.
+    leave to exchanges where tracks take turns. `parts` is told where time goes.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Decoder:
         ops: str = "reference",
         tell_experts: bool = False,
         comm_sms: int = 0,
+        parts: NoParts = NO_PARTS,
     ) -> None:
         self.model = model
         self.weights = weights
@@ -121,6 +123,7 @@ class Decoder:
         self._exchange = exchange
         self._sent = ExchangeBytes(0, 0)
         self._tell_experts = tell_experts
+        self._parts = parts
         self.tables = tables
         self._alone = self._computers(ops, rank=rank, comm_sms=0)
         self._beside_rows = self._computers(ops, rank=rank, comm_sms=comm_sms) if comm_sms else self._alone
@@ -161,6 +164,7 @@ class Decoder:
     def stages(self, batch: TrackInput) -> Generator[Pending[Any] | None, Any, DecoderOutput]:
         """Run the layers over one micro-batch; a rank with no tokens runs them as well, with T = 0."""
         by = self._beside_rows if batch.cut else self._alone
+        self._parts.enter(Part.ATTENTION)
         x_TD, update_TD = self.weights.embed_VD[batch.tokens_T], None
         rotation = angles(self.model.mla.rope, self.model.mla.qk_rope_head_dim, batch.view.positions_T, self.dtype)
         plan = by.attention.plan(batch.view, config=self.model.mla, dtype=self.dtype)
@@ -172,8 +176,10 @@ class Decoder:
             attended_TD = yield from self._attention(h, layer, index, batch, rotation, plan, by.attention)
             x_TD, h = by.attention.add_norm(x_TD, attended_TD, layer.post_norm_D, eps)
             h_TD = plain(h)
+            self._parts.enter(Part.EXPERTS)
             if layer.dense is not None:
                 update_TD = by.moe.mlp(h_TD, layer.dense)
+                self._parts.enter(Part.ATTENTION)
                 continue
             out = yield from by.moe_layers[index].stages(
                 h_TD,
@@ -188,6 +194,7 @@ class Decoder:
             if self._tell_experts:
                 chosen.append(out.experts_TK)
             num_pairs += out.num_pairs
+            self._parts.enter(Part.ATTENTION)
         experts = self.model.moe.num_experts if self.model.moe is not None else 0
         counts_LE = torch.stack(counts) if counts else torch.zeros(0, experts, dtype=torch.int64)
         overflow = self._exchange.take_overflow() if self._exchange is not None else None

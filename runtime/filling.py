@@ -187,7 +187,7 @@ class StepFiller:
         self._prefix.take(request, found)
         fresh = self._pool.allocate(self._pool.pages_for(len(request.tokens)) - len(found))
         assert fresh is not None, f"request {request.id} was said to fit"
-        self._roster.admit(found + fresh, num_computed=len(found) * self._pool.page_size)
+        self._roster.admit(found + fresh, num_computed=self._prefix.num_computed(request, found))
         request.num_published = len(found)
         if request.num_preemptions == 0:
             request.num_cached = request.num_computed

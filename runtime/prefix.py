@@ -58,6 +58,10 @@ class PrefixCache:
             self.num_hit += len(pages) * self.pool.page_size
         self.pool.retain(pages)
 
+    def num_computed(self, request: Request, pages: list[int]) -> int:  # noqa: ARG002  # of others than this cache
+        """Tokens of the request that need no computing, once it holds `pages` (from `match`)."""
+        return len(pages) * self.pool.page_size
+
     def publish(self, request: Request, *, num_tokens: int) -> None:
         """Make the full pages within the request's first `num_tokens` tokens (computed, and read) findable.
 

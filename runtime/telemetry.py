@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from eplb.stats import RebalanceStats
 
+from .measures import RankMeasures
 from .rows import Rows
 
 
@@ -95,6 +96,8 @@ class RankStats:
     """Steps in which some rank's prompts were put off; the same on all ranks."""
     token_balance: float = 1.0
     """Mean over max of the tokens that ranks compute in a step; the rest would be padding. The same on all ranks."""
+    measures: RankMeasures | None = None
+    """Where its steps' time went, where a benchmark asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,14 @@ from ep import ThreadGroup, Transport
 
 from .assembly import OnPlan, Parts, Seat, assemble
 from .config import EngineConfig
+from .instruments import Instruments
 from .outputs import News, Note
 from .progress import OnProgress
 from .ranks import GroupFacts, Item, Tray, Wave
 from .recorder import Unwatched
 from .scheduler import Drafter
 from .settling import settle
+from .showing import NOT_SHOWN, NotShown
 from .telemetry import RankStats
 from .thread_control import ThreadControl
 from .worker import Worker
@@ -30,6 +32,8 @@ class ThreadRanks:
     """`config.ranks` workers on one ThreadGroup; see `ranks.Ranks`.
 
     trace, timeline   what is put around each rank's transport, and what each rank's tracks are told to
+    instruments       what a benchmark wants measured
+    show              where each rank shows how it is
     """
 
     def __init__(
@@ -41,6 +45,8 @@ class ThreadRanks:
         on_progress: OnProgress | None,
         trace: Callable[[Transport], Transport] = lambda transport: transport,
         timeline: Callable[[int], Untimed] = lambda _: UNTIMED,
+        instruments: Instruments | None = None,
+        show: Callable[[int], NotShown] = lambda _: NOT_SHOWN,
     ) -> None:
         settled = settle(config)
         self._said: Said = queue.SimpleQueue()
@@ -50,12 +56,13 @@ class ThreadRanks:
         self._parts: Parts = assemble(
             settled,
             seats=[
-                _seat(transport, tray, said, trace=trace, timeline=timeline(transport.rank))
+                _seat(transport, tray, said, trace=trace, timeline=timeline(transport.rank), show=show(transport.rank))
                 for transport, tray in zip(self._group.transports, self._trays, strict=True)
             ],
             drafter=drafter,
             on_plan=on_plan,
             on_progress=on_progress,
+            instruments=instruments,
         )
         self.facts = GroupFacts(
             model=self._parts.model,
@@ -103,11 +110,13 @@ def _seat(
     *,
     trace: Callable[[Transport], Transport],
     timeline: Untimed,
+    show: NotShown,
 ) -> Seat:
     def emit(items: Sequence[News]) -> None:
         said.put((transport.rank, items))
 
     def notify(note: Note) -> None:
+        show.noted(note.text)
         said.put((transport.rank, [note]))
 
     return Seat(
@@ -118,4 +127,5 @@ def _seat(
         notify=notify,
         inbox=tray,
         timeline=timeline,
+        show=show,
     )

@@ -35,6 +35,7 @@ from .outputs import News, Note
 from .overlap import longest_rows, uncut_words
 from .pace import Pace
 from .pages import PagePool
+from .part_times import NO_PARTS, NoParts
 from .prefix import PrefixCache
 from .prompt_logprobs import keep
 from .ranks import Admit, Inbox, Wish
@@ -42,6 +43,7 @@ from .recorder import Recorder
 from .rows import Proposal
 from .sampler_ops import SamplerOps
 from .scheduler import Scheduler
+from .showing import NOT_SHOWN, NotShown
 from .straggler import StragglerState, watch
 from .telemetry import RankStats, StepCounters
 from .verdict import Phase
@@ -80,6 +82,8 @@ class Worker:
         timeline: Untimed = UNTIMED,
         excuses: Excuses = no_excuse,
         sampler: SamplerOps | None = None,
+        parts: NoParts = NO_PARTS,
+        show: NotShown = NOT_SHOWN,
     ) -> None:
         self.decoder = decoder
         self.scheduler = scheduler
@@ -104,6 +108,8 @@ class Worker:
         self.inbox = inbox
         self.may_overflow = may_overflow
         self.run_twice = run_twice
+        self.parts = parts
+        self.show = show
         self.launcher = Launcher(
             decoder,
             table,
@@ -121,7 +127,8 @@ class Worker:
         """Step until no rank has an unfinished request. Every rank of the group runs this at the same time."""
         with torch.inference_mode():
             while self.step():
-                pass
+                self.show.stepped(self)
+        self.show.rested()
 
     def step(self) -> bool:
         """One beat; False when the plan says that the wave is over, or paused with nothing in flight."""
@@ -160,6 +167,7 @@ class Worker:
         self.expert_pairs = launched.num_pairs
         self.in_flight.add(launched)
         self.counters.launched(rows)
+        self.parts.ran(plan.step, rows, tracks=plan.tracks)
         self.pace.took(plan.bucket, time.monotonic() - begin)
         if self.run_twice is not None and self.run_twice(plan.step):
             self._launch_again(exact=False)
@@ -169,6 +177,7 @@ class Worker:
         self.recorder.predict(sum([self.pace.predict(bucket) for bucket in self.in_flight.buckets]))
         self.recorder.stamp(Phase.LAUNCH, plan.step)
         self.counters.rerun_steps += len(self.in_flight)
+        self.parts.ran(plan.step, None, tracks=1)
         self._launch_again(exact=True)
 
     def _launch_again(self, *, exact: bool) -> None:
@@ -220,6 +229,7 @@ class Worker:
             beat_wait_s=counters.beat_wait_ns / 1e9,
             deferred_steps=self.state.cadence.tally.deferred_steps,
             token_balance=self.state.cadence.tally.balance_ratio,
+            measures=self.parts.measures(),
         )
 
     def _read_inbox(self) -> None:
@@ -299,6 +309,7 @@ class Worker:
     def _finish(self, step: ReadStep) -> None:
         """Let a step out: its tokens reach the requests, its expert counts the load; ended requests leave."""
         launched, rows = step.launched, step.launched.rows
+        self.parts.counted(launched.counts_LE)
         self.experts.count(launched.counts_LE, num_tokens=rows.num_tokens, experts_LTK=launched.experts_LTK)
         if launched.prompts is not None:
             keep(launched.prompts)
