@@ -24,6 +24,7 @@ from . import (
     bench_exchange,
     bench_kernels,
     bench_overlap,
+    bench_rank_slice,
     doctor,
     eplb,
     generate,
@@ -66,6 +67,9 @@ COMMANDS = {
     "bench kernels": Command(flags=bench_kernels.KernelFlags, run=bench_kernels.run, about=bench_kernels.ABOUT),
     "bench overlap": Command(
         flags=bench_overlap.OverlapFlags, run=bench_overlap.run, about=bench_overlap.ABOUT, starts_ranks=True
+    ),
+    "bench rank-slice": Command(
+        flags=bench_rank_slice.RankSliceFlags, run=bench_rank_slice.run, about=bench_rank_slice.ABOUT
     ),
     "doctor": Command(flags=doctor.DoctorFlags, run=doctor.run, about=doctor.ABOUT),
     "eplb": Command(flags=eplb.EplbFlags, run=eplb.run, about=eplb.ABOUT),

@@ -22,7 +22,7 @@ from .cadence import StepBudget
 from .checkpoint import TensorSource, open_checkpoint
 from .control import Control
 from .costs import ItlBudget, StepCosts
-from .decoder import Decoder
+from .decoder import Decoder, Through, as_they_are
 from .dummy import DummyCheckpoint
 from .experts import Experts
 from .hardware import Hardware, read_hardware
@@ -99,13 +99,13 @@ def assemble(
     overlap = _overlap(settled)
     if on_plan is not None:
         on_plan(settled.plan)
-    source = _source(settled, turn=(peers.place, peers.size) if peers is not None else (0, 1))
+    source = weight_source(settled, turn=(peers.place, peers.size) if peers is not None else (0, 1))
     report = None
     if peers is not None:
         loaded = _load_with(peers, settled, source, on_progress)
         weights, report = [loaded.weights], loaded.report
     else:
-        weights = _load(settled, source, [seat.transport.rank for seat in seats], on_progress)
+        weights = load_ranks(settled, source, [seat.transport.rank for seat in seats], on_progress)
     budget = _budget(settled)
     if drafter is not None:
         drafter = partial(_guarded, drafter, settled.model.vocab_size)
@@ -122,14 +122,15 @@ def assemble(
     )
 
 
-def _source(settled: Settled, *, turn: tuple[int, int]) -> TensorSource:
+def weight_source(settled: Settled, *, turn: tuple[int, int] = (0, 1)) -> TensorSource:
+    """Where weights come from; `turn` is (place, number) among processes that read together."""
     config = settled.config
     if config.load_format == "dummy":
         return DummyCheckpoint(settled.model, seed=config.seed)
     return open_checkpoint(config.model, settled.model, turn=turn)
 
 
-def _load(
+def load_ranks(
     settled: Settled, source: TensorSource, ranks: Sequence[int], on_progress: OnProgress | None
 ) -> list[DecoderWeights]:
     """One rank's weights after the other; every tensor that any rank holds is verified before the first is read."""
@@ -222,7 +223,7 @@ def _worker(
     assert max_model_len is not None, "max_model_len is settled before workers are built"
     lanes = LANES[settled.device.type](settled.device)
     transport = StampedTransport(LanedTransport(seat.transport, lanes), seat.recorder)
-    decoder = _decoder(settled, weights, transport)
+    decoder = build_decoder(settled, weights, transport)
     return Worker(
         decoder=decoder,
         scheduler=Scheduler(config.scheduler, pool, prefix, drafter=drafter),
@@ -272,7 +273,10 @@ def _experts(settled: Settled, decoder: Decoder, transport: Transport, *, source
     )
 
 
-def _decoder(settled: Settled, weights: DecoderWeights, transport: Transport) -> Decoder:
+def build_decoder(
+    settled: Settled, weights: DecoderWeights, transport: Transport, *, through: Through = as_they_are
+) -> Decoder:
+    """One rank's model, its cache allocated."""
     config, model, plan = settled.config, settled.model, settled.plan
     cache = LatentCache(model.num_layers, plan.num_pages, config.cache.block_size, settled.cache_row, settled.device)
     exchange, tables, rank = None, {}, transport.rank
@@ -293,7 +297,7 @@ def _decoder(settled: Settled, weights: DecoderWeights, transport: Transport) ->
             num_tracks=config.overlap.most_tracks,
             topology=settled.topology,
             plan=settled.capacities,
-            ops=exchange_ops(config.ops),
+            ops=through("exchange", exchange_ops(config.ops)),
         )
     return Decoder(
         model,
@@ -305,4 +309,5 @@ def _decoder(settled: Settled, weights: DecoderWeights, transport: Transport) ->
         ops=config.ops,
         tell_experts=config.eplb.record_routing_tokens > 0,
         comm_sms=config.overlap.left_sms,
+        through=through,
     )

@@ -8,7 +8,7 @@ Shapes: T tokens here, B rows that get logits, D model, V vocabulary, L MoE laye
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,14 @@ from moe import MoeLayer, MoeOps, PlacementTable, moe_ops
 
 from .model_config import ModelConfig
 from .weights import DecoderWeights, LayerWeights
+
+Through = Callable[[str, Any], Any]
+"""What is told (name, ops) of a room and returns them, or others in their place: for whoever times or cuts a step."""
+
+
+def as_they_are(_name: str, ops: Any) -> Any:
+    """The usual `Through`."""
+    return ops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +102,7 @@ class Decoder:
 
     `weights` hold this rank's experts only; `exchange` reaches the others; `tables` say, by layer, where every expert
     sits. `tell_experts`: whether outputs say which experts each token visits. `comm_sms`: multiprocessors that kernels
-    leave to exchanges where tracks take turns.
+    leave to exchanges where tracks take turns. Ops are handed `through` before use.
     """
 
     def __init__(
@@ -109,6 +117,7 @@ class Decoder:
         ops: str = "reference",
         tell_experts: bool = False,
         comm_sms: int = 0,
+        through: Through = as_they_are,
     ) -> None:
         self.model = model
         self.weights = weights
@@ -117,12 +126,14 @@ class Decoder:
         self._exchange = exchange
         self._sent = ExchangeBytes(0, 0)
         self._tell_experts = tell_experts
+        self._through = through
         self.tables = tables
         self._alone = self._computers(ops, rank=rank, comm_sms=0)
         self._beside_rows = self._computers(ops, rank=rank, comm_sms=comm_sms) if comm_sms else self._alone
 
     def _computers(self, ops: str, *, rank: int, comm_sms: int) -> _Computers:
-        attention, moe = attention_ops(ops, comm_sms=comm_sms), moe_ops(ops, comm_sms=comm_sms)
+        attention = self._through("attention", attention_ops(ops, comm_sms=comm_sms))
+        moe = self._through("moe", moe_ops(ops, comm_sms=comm_sms))
         model, exchange = self.model, self._exchange
         layers = {
             index: MoeLayer(model.moe, layer.moe, exchange=exchange, table=self.tables[index], rank=rank, ops=moe)
