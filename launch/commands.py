@@ -71,7 +71,7 @@ COMMANDS = {
     "bench rank-slice": Command(
         flags=bench_rank_slice.RankSliceFlags, run=bench_rank_slice.run, about=bench_rank_slice.ABOUT
     ),
-    "doctor": Command(flags=doctor.DoctorFlags, run=doctor.run, about=doctor.ABOUT),
+    "doctor": Command(flags=doctor.DoctorFlags, run=doctor.run, about=doctor.ABOUT, starts_ranks=True),
     "eplb": Command(flags=eplb.EplbFlags, run=eplb.run, about=eplb.ABOUT),
     "generate": Command(flags=generate.GenerateFlags, run=generate.run, about=generate.ABOUT, starts_ranks=True),
     "plan": Command(flags=plan.PlanFlags, run=plan.run, about=plan.ABOUT),

@@ -125,7 +125,7 @@ def _core(
             for absorbed, rope, keys_SW in zip(absorbed_THC, rope_THP, keys_BSW, strict=True)
         ]
         return torch.stack(parts).flatten(1)
-    decode, merge = (import_module(f"attention_mla.{name}_kernels") for name in ("decode", "merge"))
+    decode, merge = _kernels("decode"), _kernels("merge")
     plan = attention_ops(ops).plan(view, config=config, dtype=absorbed_THC.dtype)
     out_THC = torch.empty_like(absorbed_THC)
     decode.attend(
@@ -149,6 +149,11 @@ def _ends(view: PagedView) -> list[tuple[int, int]]:
     return list(zip(view.spans.slots_B.tolist(), view.spans.context_B.tolist(), strict=True))
 
 
+def _kernels(name: str) -> Any:
+    """A module that needs Triton, which not every machine has."""
+    return import_module(f"attention_mla.{name}_kernels")
+
+
 def _programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
@@ -160,7 +165,7 @@ def _linear_case(title: str, weight_ND: Tensor, tokens: int, random: Random) -> 
     x_TD, x_scales_TG = quantize_rows(random(tokens, dim))
 
     def run(ops: str) -> Tensor:
-        kernels = import_module("attention_mla.linear_kernels")
+        kernels = _kernels("linear")
         if ops == "reference":
             return kernels.linear_blocks(x_TD, x_scales_TG, weight, scales_QG)
         out_TN = torch.empty(tokens, num_outputs, dtype=torch.bfloat16, device=device)
