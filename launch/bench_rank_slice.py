@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dbo import DboConfig
+from runtime.config import KvCacheDType
 from runtime.cost_tables import CostTables, read_cost_tables
 from runtime.hardware import Hardware, read_hardware
 from runtime.overlap import comm_share
@@ -100,6 +101,9 @@ class RankSliceFlags:
     dispatch_dtype: Literal["run", "fp8"] = "fp8"
     """Number format of rows on their way to the experts."""
 
+    kv_cache_dtype: KvCacheDType = "auto"
+    """Number format of the latent cache, as in generate."""
+
     device: Literal["cuda", "cpu"] = "cuda"
     """Where it runs; on a CPU the numbers say nothing of a GPU."""
 
@@ -131,6 +135,7 @@ class RankSliceFlags:
             node_size=self.node_size,
             hierarchical=self.hierarchical,
             dispatch_dtype=self.dispatch_dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
             device=self.device,
             ops=self.ops,
             hardware=str(find_hardware(self.gpu)),
@@ -177,7 +182,7 @@ def conclude(rank_slice: RankSlice, hardware: Hardware, tables: CostTables | Non
     """Measure the whole batch and half of it, and put both to the costs."""
     config, model, whole = rank_slice.config, rank_slice.model, rank_slice.whole_model
     layers, all_layers = [(each.num_dense_layers, len(each.moe_layers)) for each in (model, whole)]
-    shape = CostShape.of(whole)
+    shape = CostShape.of(whole, fp8_cache=rank_slice.settled.cache_row.fp8)
     work = Work(
         shape=shape,
         batch=config.batch,

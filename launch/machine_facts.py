@@ -129,7 +129,8 @@ def _driver_version(library: Any | None) -> str | None:
 def _nccl_version(cuda_error: str) -> str | None:
     if cuda_error or not torch.distributed.is_nccl_available():
         return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
+    from_torch: Any = torch.cuda  # its stubs leave nccl out
+    return ".".join(map(str, from_torch.nccl.version()))
 
 
 def loaded_libraries(maps: Path, stem: str) -> tuple[str, ...]:

@@ -13,11 +13,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention_mla import LatentCache, MlaWeights, PagedView, PageTable, Spans, angles, attention_ops, mla_shapes
-from attention_mla.latent_rows import LatentRows
+from attention_mla import (
+    CacheFormat,
+    Fp8Matrix,
+    Fp8Rows,
+    LatentCache,
+    MlaWeights,
+    PagedView,
+    PageTable,
+    Spans,
+    angles,
+    attention_ops,
+    mla_shapes,
+    plain,
+)
 from attention_mla.ops import AttentionOps, Latents
 from attention_mla.reference import Queries
-from moe.quant import quantize_blocks, quantize_rows
+from moe.quant import dequantize_blocks, dequantize_rows, quantize_blocks, quantize_rows
 
 from .kernel_case import CaseSize, KernelCase, Random
 from .model_config import ModelConfig
@@ -57,11 +69,11 @@ def attention_cases(model: ModelConfig, size: CaseSize, name: str, random: Rando
     vector = x_TD.element_size() * model.hidden_size
     yield KernelCase(
         title=f"{name}: add and norm, {tokens} tokens",
-        run=lambda ops: attention_ops(ops).add_norm(x_TD, update_TD, norm_D, 1e-6)[1],
+        run=lambda ops: plain(attention_ops(ops).add_norm(x_TD, update_TD, norm_D, 1e-6)[1]),
         num_bytes=4.0 * tokens * vector,
     )
     view, weights = _view(size, x_TD.device), _weights(model, random)
-    cache = LatentCache(1, size.batch * -(-size.context // PAGE), PAGE, mla.latent_width, x_TD.dtype, x_TD.device)
+    cache = LatentCache(1, size.batch * -(-size.context // PAGE), PAGE, CacheFormat.of(mla, x_TD.dtype), x_TD.device)
     cache.pages.copy_(random(*cache.pages.shape[1:]).unsqueeze(0))
     latents = Latents(latent_TC=random(tokens, mla.kv_lora_rank), rope_TP=random(tokens, mla.qk_rope_head_dim))
     queries = Queries(
@@ -73,7 +85,7 @@ def attention_cases(model: ModelConfig, size: CaseSize, name: str, random: Rando
 
     def append(ops: AttentionOps) -> Tensor:
         turned_THP = ops.append(latents, queries.rope_THP, weights.latent_norm_C, rotation=rotation, **where)
-        return torch.cat((turned_THP.flatten(1), cache.rows(0)[view.places_T]), dim=1)
+        return torch.cat((turned_THP.flatten(1), cache.rows(0).take(view.places_T)), dim=1)
 
     yield KernelCase(
         title=f"{name}: norm, turn, append, {tokens} tokens",
@@ -103,9 +115,9 @@ def attention_cases(model: ModelConfig, size: CaseSize, name: str, random: Rando
         is_core=mla.num_heads == 128,
     )
     if model.quantization is not None:
-        for what, weight_ND in (("down", weights.down_XD), ("q_b", weights.q_b), ("o", weights.o_DU)):
-            if weight_ND is not None:
-                yield _linear_case(f"{name}: fp8 linear, {what}", weight_ND, tokens, random)
+        for what, matrix in (("down", weights.down_XD), ("q_b", weights.q_b), ("o", weights.o_DU)):
+            if matrix is not None:
+                yield _linear_case(f"{name}: fp8 linear, {what}", plain(matrix), tokens, random)
 
 
 def _core(
@@ -116,7 +128,8 @@ def _core(
         places_BS = torch.stack(
             [torch.from_numpy(view.table.places(slot, np.arange(end))) for slot, end in _ends(view)]
         )
-        keys_BSW = cache.rows(layer)[places_BS.to(absorbed_THC.device)]
+        places_BS = places_BS.to(absorbed_THC.device)
+        keys_BSW = torch.stack([cache.rows(layer).take(places_S) for places_S in places_BS])
         parts = [
             torch.softmax(
                 config.softmax_scale * (torch.cat((absorbed, rope), dim=1).float() @ keys_SW.float().T), dim=1
@@ -131,7 +144,7 @@ def _core(
     decode.attend(
         absorbed_THC,
         rope_THP,
-        LatentRows.plain(cache.rows(layer), config.kv_lora_rank),
+        cache.rows(layer),
         requests=plan.requests,
         work=plan.work,
         page_size=cache.page_size,
@@ -160,22 +173,21 @@ def _programs(device: torch.device) -> int:
 
 def _linear_case(title: str, weight_ND: Tensor, tokens: int, random: Random) -> KernelCase:
     """A projection as it is stored: e4m3 in blocks of 128 x 128, and activations with a scale for each 128 columns."""
-    (num_outputs, dim), device = weight_ND.shape, weight_ND.device
+    num_outputs, dim = weight_ND.shape
     weight, scales_QG = quantize_blocks(weight_ND.float())
-    x_TD, x_scales_TG = quantize_rows(random(tokens, dim))
+    values_TD, x_scales_TG = quantize_rows(random(tokens, dim))
+    rows = Fp8Rows(values_TD=values_TD, scales_TG=x_scales_TG, dtype=weight_ND.dtype)
 
     def run(ops: str) -> Tensor:
-        kernels = _kernels("linear")
         if ops == "reference":
-            return kernels.linear_blocks(x_TD, x_scales_TG, weight, scales_QG)
-        out_TN = torch.empty(tokens, num_outputs, dtype=torch.bfloat16, device=device)
-        kernels.fp8_linear(x_TD, x_scales_TG, weight, scales_QG, out_TN=out_TN)
-        return out_TN
+            wide = dequantize_rows(values_TD, x_scales_TG, torch.float32)
+            return wide @ dequantize_blocks(weight, scales_QG, torch.float32).T
+        return attention_ops(ops).linear(rows, Fp8Matrix(values_ND=weight, scales_QG=scales_QG))
 
     return KernelCase(
         title=f"{title}, {dim} to {num_outputs}, {tokens} tokens",
         run=run,
         flops=2.0 * tokens * num_outputs * dim,
         fast="fp8",
-        num_bytes=float(weight.nbytes + x_TD.nbytes + 2 * tokens * num_outputs),
+        num_bytes=float(weight.nbytes + values_TD.nbytes + 2 * tokens * num_outputs),
     )

@@ -30,27 +30,28 @@ from ep.threads import MAX_RANKS
 from .assembly import build_decoder, load_ranks, weight_source
 from .batch import RequestTable
 from .cadence import Reason
-from .config import CacheConfig, DTypeName, EngineConfig
+from .config import CacheConfig, DTypeName, EngineConfig, KvCacheDType
 from .decoder import Decoder
 from .heartbeat import StepPlan
-from .kernel_choice import choose_ops
 from .launcher import Launched, Launcher
 from .memory import plan_memory
 from .model_config import ModelConfig, read_model_config
 from .recorder import Unwatched
 from .request import Request
-from .rows import Row
+from .rows import Row, Rows
 from .sampler_ops import SamplerOps, sampler_ops
 from .samples import read_rows
 from .sampling_params import SamplingParams
 from .scheduler import SchedulerConfig
-from .settling import Settled, memory_numbers, run_dtype, settle_exchange, topology_of
+from .settling import Settled, memory_numbers, run_dtype, settle_exchange, settle_ops, topology_of
 from .slice_routing import MOST_LAYERS, Placing, Trace, exchanges, placements, received_pairs
 from .stages import CLOCKS, STAGES, Interval, Staged, Stages, medians
 
 FEWEST_LAYERS = 3
 """Of a cut model: one without experts, if the model has any, and two with, for the last one is measured in part."""
 WARM_STEPS = 3
+FILLED_AT_ONCE = 1 << 16
+"""Positions of the cache; their float32 latents are a few hundred MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,7 @@ class SliceConfig:
     hierarchical: Literal["auto", "on", "off"] = "auto"
     dispatch_dtype: Literal["run", "fp8"] = "fp8"
     dtype: DTypeName = "auto"
+    kv_cache_dtype: KvCacheDType = "auto"
     device: str = "cuda"
     ops: Literal["auto", "reference", "triton"] = "auto"
     hardware: str = "profiles/hardware/h200.toml"
@@ -263,7 +265,7 @@ class RankSlice:
                 params=SamplingParams(temperature=0.0),
                 arrival=slot,
             )
-            request.slot, request.num_computed = slot, config.first_position
+            request.slot = slot
             request.pages = pages[slot * per_request : (slot + 1) * per_request]
             requests.append(request)
         return requests
@@ -289,7 +291,7 @@ class Steps:
 
     def launch(self) -> Launched:
         """One more."""
-        rows = tuple([Row(request, self._position, 1, 0, True) for request in self._requests])
+        rows = Rows.of([Row(request, self._position, 1, 0, True) for request in self._requests])
         launched = self._launcher.launch(rows, _plan(self._number, len(rows), self._level))
         self._position += 1
         self._number += 1
@@ -304,9 +306,13 @@ def _timed(clock: Any, steps: Steps) -> tuple[Any, Any]:
 
 def fill(cache: LatentCache, *, seed: int) -> None:
     """Latents of unit size in every page: what a device computes of zeros costs it less power than what it meets."""
-    dice = torch.Generator(cache.pages.device).manual_seed(seed)
-    for pages in cache.pages:
-        pages.normal_(generator=dice)
+    device, row = cache.pages.device, cache.row
+    dice = torch.Generator(device).manual_seed(seed)
+    places = torch.arange(cache.num_pages * cache.page_size, device=device)
+    for layer in range(cache.pages.shape[0]):
+        for places_T in places.split(FILLED_AT_ONCE):
+            latents_TW = torch.randn(len(places_T), row.rank + row.rope_dim, generator=dice, device=device)
+            cache.append(layer, latents_TW.to(row.dtype), places_T)
 
 
 def _engine_config(config: SliceConfig, model: ModelConfig) -> EngineConfig:
@@ -320,7 +326,7 @@ def _engine_config(config: SliceConfig, model: ModelConfig) -> EngineConfig:
         seed=config.seed,
         hardware=config.hardware,
         node_size=min(config.node_size, config.ranks),
-        cache=CacheConfig(block_size=config.block_size, num_blocks=pages + 1),
+        cache=CacheConfig(block_size=config.block_size, num_blocks=pages + 1, kv_cache_dtype=config.kv_cache_dtype),
         scheduler=SchedulerConfig(
             max_num_seqs=config.batch, max_num_batched_tokens=config.batch, max_model_len=config.most_positions
         ),
@@ -331,8 +337,7 @@ def _engine_config(config: SliceConfig, model: ModelConfig) -> EngineConfig:
             round_tokens=config.batch,
         ),
     )
-    device, dtype = torch.device(config.device), run_dtype(engine, model)
-    return replace(engine, ops=choose_ops(config.ops, device=device, dtype=dtype, page_size=config.block_size))
+    return replace(engine, ops=settle_ops(replace(engine, ops=config.ops), model, device=torch.device(config.device)))
 
 
 def _settle(engine: EngineConfig, model: ModelConfig, by_layer: dict[int, Any]) -> Settled:

@@ -21,7 +21,7 @@ from .hardware import Hardware
 from .measured import MeasuredOperations
 from .rank_slice import SliceTimes
 from .roofline import CostShape
-from .stages import HEAD, LAYER_BEGINS, REST, STAND_IN, Interval, by_stage
+from .stages import HEAD, LAYER_BEGINS, PROJECTIONS, STAND_IN, Interval, by_stage
 from .traffic import Traffic
 
 _US = 1e6
@@ -55,12 +55,12 @@ def roofs_us(work: Work, hardware: Hardware) -> dict[str, float]:
     fast = hardware.fp8_flops if shape.fp8 and hardware.fp8_flops else hardware.bf16_flops
     slow = hardware.bf16_flops
     core = 2 * shape.heads * (2 * shape.latent + shape.rope) * batch * work.context
-    latents = _BF16 * (shape.latent + shape.rope) * batch * work.context
+    latents = shape.cache_bytes * batch * work.context
     traffic = Traffic(ranks=work.ranks, node_size=work.ranks, experts=shape.experts, top_k=shape.top_k)
     rows = batch * traffic.dispatch_rows * work.ranks
     vector = _BF16 * shape.hidden
     least = {
-        REST: (2 * shape.projections * batch / fast, narrow * shape.projections),
+        PROJECTIONS: (2 * shape.projections * batch / fast, narrow * shape.projections),
         "norms": (0.0, batch * (6 * vector + 2 * _BF16 * (shape.q_rank or 0))),
         LAYER_BEGINS: (0.0, 2 * _BF16 * batch * (shape.latent + shape.rope + shape.heads * shape.rope)),
         "attention core": (
@@ -93,7 +93,7 @@ def published_us(work: Work, tables: CostTables | None) -> dict[str, float]:
         return {}
     tokens_of_pairs = work.pairs / (work.shape.top_k or 1)
     return {
-        REST: tables.projections_us.at(work.batch),
+        PROJECTIONS: tables.projections_us.at(work.batch),
         "attention core": tables.core_us.at(work.batch, work.context),
         "shared expert": tables.shared_us.at(work.batch),
         "routed experts": tables.routed_us.at(work.slots, tokens_of_pairs),

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-REST = "projections and what lies between"
+REST = "what lies between"
+PROJECTIONS = "projections"
 HEAD = "head"
 STAND_IN = "rows of others (stands in for the wire)"
 LAYER_BEGINS = "append"
@@ -25,7 +26,7 @@ LAYER_BEGINS = "append"
 STAGES: dict[str, dict[str, str]] = {
     "attention": {
         "plan": "plan of attention", "append": LAYER_BEGINS, "attend": "attention core", "norm": "norms",
-        "add_norm": "norms",
+        "add_norm": "norms", "linear": PROJECTIONS,
     },
     "moe": {"route": "router", "mlp": "shared expert", "experts": "routed experts"},
     "exchange": {
