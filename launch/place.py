@@ -181,6 +181,7 @@ class Place:
                 peers=node_peers(self.world, self.control),
             )
             parts.workers[0].decoder.self_test()
+            parts.workers[0].launcher.runner.prepare()
             self.times.mark("load")
             if on_facts is not None:
                 told = (*(parts.load.lines() if parts.load else ()), self.times.line())

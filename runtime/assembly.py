@@ -43,11 +43,13 @@ from .refusals import check_drafts
 from .request import Request
 from .roofline import CostShape, RooflineOperations
 from .routing_record import open_recorder
+from .runner_choice import build_runner
 from .sampler_ops import sampler_ops
 from .scheduler import Drafter, Scheduler
 from .settling import Settled
 from .startup import LoadReport
 from .straggler import StragglerState
+from .switch import Switch
 from .voice import Excuses, no_excuse
 from .weights import DecoderWeights, bytes_to_read, held_tensors, load_banks, load_shared, verify_held
 from .worker import Worker
@@ -110,7 +112,9 @@ def assemble(
     if drafter is not None:
         drafter = partial(_guarded, drafter, settled.model.vocab_size)
     workers = tuple(
-        _worker(settled, held, seat, budget=budget, overlap=overlap, drafter=drafter, source=source)
+        _worker(
+            settled, held, seat, budget=budget, overlap=overlap, drafter=drafter, source=source, ranks_here=len(seats)
+        )
         for seat, held in zip(seats, weights, strict=True)
     )
     return Parts(
@@ -215,6 +219,7 @@ def _worker(
     overlap: OverlapState,
     drafter: Drafter | None,
     source: TensorSource,
+    ranks_here: int,
 ) -> Worker:
     config, model, plan = settled.config, settled.model, settled.plan
     pool = PagePool(plan.num_pages, config.cache.block_size)
@@ -223,15 +228,17 @@ def _worker(
     assert max_model_len is not None, "max_model_len is settled before workers are built"
     lanes = LANES[settled.device.type](settled.device)
     transport = StampedTransport(LanedTransport(seat.transport, lanes), seat.recorder)
-    decoder = build_decoder(settled, weights, transport)
+    switch = Switch()
+    decoder = build_decoder(settled, weights, transport, through=switch.through)
+    table = RequestTable(
+        config.scheduler.max_num_seqs, max_model_len, page_size=config.cache.block_size, device=settled.device
+    )
     return Worker(
         decoder=decoder,
         scheduler=Scheduler(config.scheduler, pool, prefix, drafter=drafter),
         pool=pool,
         prefix=prefix,
-        table=RequestTable(
-            config.scheduler.max_num_seqs, max_model_len, page_size=config.cache.block_size, device=settled.device
-        ),
+        table=table,
         transport=transport,
         control=seat.control,
         recorder=seat.recorder,
@@ -247,6 +254,7 @@ def _worker(
         timeline=seat.timeline,
         excuses=seat.excuses,
         sampler=sampler_ops(config.ops),
+        runner=build_runner(settled, decoder, table, switch=switch, timeline=seat.timeline, ranks_here=ranks_here),
     )
 
 

@@ -73,7 +73,8 @@ class DecoderOutput:
 
     hidden_BD   the last layer's output where logits are wanted: what `Decoder.logits` takes
     counts_LE   int64: this rank's tokens routed to each expert, one row per MoE layer
-    num_pairs   (token, expert) pairs that this rank's own experts computed, all layers together
+    num_pairs   (token, expert) pairs that this rank's own experts computed, all layers together; on the device where
+                only it knows
     overflow    bool scalar, on the device: rows of this rank did not fit the exchange; None where all rows always do
     experts_LTK int64 experts of each token, -1 for a padded row; None where nobody asked for them
     fault       bool scalar, on the device: a rank was elsewhere in the program in this step or before; None where the
@@ -82,7 +83,7 @@ class DecoderOutput:
 
     hidden_BD: Tensor
     counts_LE: Tensor
-    num_pairs: int = 0
+    num_pairs: int | Tensor = 0
     overflow: Tensor | None = None
     experts_LTK: Tensor | None = None
     fault: Tensor | None = None
@@ -204,7 +205,7 @@ class Decoder:
         return DecoderOutput(
             hidden_BD=hidden_BD,
             counts_LE=counts_LE,
-            num_pairs=int(num_pairs),
+            num_pairs=num_pairs,
             overflow=overflow,
             experts_LTK=torch.stack(chosen) if chosen else None,
             fault=self._exchange.fault() if self._exchange is not None else None,
@@ -227,6 +228,10 @@ class Decoder:
         if batch.halves:
             yield
         return core(queries, layer.attention, config=config, cache=cache, layer=index, view=view, ops=ops, plan=plan)
+
+    def attention_plan(self, view: PagedView) -> Any:
+        """What all layers share of a step whose attention is called one by one (see `switch`)."""
+        return self._alone.attention.plan(view, config=self.model.mla, dtype=self.dtype)
 
     def logits(self, x_BD: Tensor) -> Tensor:
         """[B, V] in the head's dtype, which is float32 or wider: 16-bit logits would tie where the model does not.

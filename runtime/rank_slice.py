@@ -40,7 +40,6 @@ from .recorder import Unwatched
 from .request import Request
 from .rows import Row, Rows
 from .sampler_ops import SamplerOps, sampler_ops
-from .samples import read_rows
 from .sampling_params import SamplingParams
 from .scheduler import SchedulerConfig
 from .settling import Settled, memory_numbers, run_dtype, settle_exchange, settle_ops, topology_of
@@ -286,7 +285,7 @@ class Steps:
         """One more; then the one before it is read."""
         launched = self.launch()
         if self._unread is not None:
-            read_rows(self._unread.rows, self._unread.sampled)
+            self._unread.tokens()
         self._unread = launched
 
     def launch(self) -> Launched:

@@ -57,6 +57,8 @@ class ThreadRanks:
             on_plan=on_plan,
             on_progress=on_progress,
         )
+        for worker in self._parts.workers:
+            worker.launcher.runner.prepare()
         self.facts = GroupFacts(
             model=self._parts.model,
             plan=self._parts.plan,
