@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ep import Terms
+from ep.clock import ON_DEVICE
 
 from .batch import RequestTable, StepBatch
 from .decoder import Decoder, DecoderOutput
@@ -111,9 +112,9 @@ class GraphRunner:
             if not has_prompts(plan):
                 recorded = self._whole.get(GraphKey(terms.bucket, plan.tracks))
                 if recorded is not None and one_token_each(rows) and int(rows.end_B.sum()) <= self._most_context:
-                    return self._replay_whole(recorded, rows)
+                    return self._replay_whole(recorded, rows, plan.step)
             elif plan.tracks == 1 and terms.bucket in self._pieces:
-                return self._replay_pieces(self._pieces[terms.bucket], rows)
+                return self._replay_pieces(self._pieces[terms.bucket], rows, plan.step)
         self.num_eager += 1
         return self._eager.forward(rows, terms, plan)
 
@@ -122,7 +123,9 @@ class GraphRunner:
 
         def work() -> DecoderOutput:
             views = [track.view(self._table.pages, most_context=self._most_context) for track in inputs.tracks]
-            return self._eager.drive([(view, view.decode.tokens_R) for view in views], Terms(bucket=tokens), step=0)
+            return self._eager.drive(
+                [(view, view.decode.tokens_R) for view in views], Terms(bucket=tokens), step=ON_DEVICE
+            )
 
         return Recorded(inputs=inputs, program=self._record(work))
 
@@ -134,7 +137,7 @@ class GraphRunner:
 
         def work() -> DecoderOutput:
             [view] = [track.view(self._table.pages, most_context=self._most_context) for track in inputs.tracks]
-            return self._eager.drive([(view, view.decode.tokens_R)], Terms(bucket=tokens), step=0)
+            return self._eager.drive([(view, view.decode.tokens_R)], Terms(bucket=tokens), step=ON_DEVICE)
 
         with self._device.lane():
             work()
@@ -155,11 +158,12 @@ class GraphRunner:
             work()
             return Recording[DecoderOutput](self._device).record(work, None)
 
-    def _replay_whole(self, recorded: Recorded, rows: Rows) -> Ran:
+    def _replay_whole(self, recorded: Recorded, rows: Rows, step: int) -> Ran:
         inputs = recorded.inputs
         parts = cut_rows(rows, len(inputs.tracks))
         inputs.write([token_columns(part, self._table) for part in parts])
         self._table.pages.on_device()
+        self._decoder.set_step(step)
         out = recorded.program.replay(None)
         size = inputs.tracks[0].size
         real = [slice(number * size, number * size + len(part)) for number, part in enumerate(parts)]
@@ -170,10 +174,11 @@ class GraphRunner:
             positions_B=joined([inputs.buffer[1, part] for part in real]) + 1,
         )
 
-    def _replay_pieces(self, recorded: Recorded, rows: Rows) -> Ran:
+    def _replay_pieces(self, recorded: Recorded, rows: Rows, step: int) -> Ran:
         batch = StepBatch.build(rows, self._table)
         view = batch.view
         recorded.inputs.write_there(torch.stack([view.slots_T, view.positions_T, view.places_T]))
+        self._decoder.set_step(step)
         out = recorded.program.replay(PieceStep(view=view, plan=self._decoder.attention_plan(view)))
         return Ran(
             rows=batch.rows,
@@ -197,4 +202,5 @@ def _taken(out: DecoderOutput, hidden_BD: Tensor, real: list[slice]) -> DecoderO
         num_pairs=out.num_pairs.clone() if isinstance(out.num_pairs, Tensor) else out.num_pairs,
         overflow=None if out.overflow is None else out.overflow.clone(),
         experts_LTK=experts_LTK,
+        fault=None if out.fault is None else out.fault.clone(),
     )

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from ep import ExchangeConfig, Kind
-from ep.bounded import BoundedHop
+from ep import ExchangeConfig
 from runtime import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig, runner_choice
 from runtime.graph_config import GraphConfig
 from runtime.graphs import GraphRunner, Sizes
@@ -25,17 +23,6 @@ WHATEVER = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(120), WHATEVER]
 
 PROMPTS = ([5, 6, 7, 8, 9], list(range(20, 38)), [3])
-
-
-@pytest.fixture(autouse=True)
-def _static_tags(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tag's words as memory of their own."""
-    known = {
-        (layer, kind): torch.tensor([0, layer, 0, 0, kind], dtype=torch.int64)
-        for layer in range(3)
-        for kind in range(len(Kind))
-    }
-    monkeypatch.setattr(BoundedHop, "_words", lambda _, tag: known[tag.layer, tag.kind])
 
 
 @pytest.fixture
