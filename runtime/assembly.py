@@ -36,6 +36,7 @@ from .overlap import CostModel
 from .pages import PagePool
 from .prefix import PrefixCache
 from .progress import OnProgress, counted
+from .ranges import RANGES
 from .ranks import Inbox
 from .rebalance import build_rebalancer, widest
 from .recorder import Recorder, StampedTransport
@@ -50,6 +51,7 @@ from .settling import Settled
 from .startup import LoadReport
 from .straggler import StragglerState
 from .switch import Switch
+from .sync_guard import guard_of
 from .voice import Excuses, no_excuse
 from .weights import DecoderWeights, bytes_to_read, held_tensors, load_banks, load_shared, verify_held
 from .worker import Worker
@@ -227,7 +229,8 @@ def _worker(
     max_model_len = config.scheduler.max_model_len
     assert max_model_len is not None, "max_model_len is settled before workers are built"
     lanes = LANES[settled.device.type](settled.device)
-    transport = StampedTransport(LanedTransport(seat.transport, lanes), seat.recorder)
+    recorder = RANGES[settled.device.type](seat.recorder)
+    transport = StampedTransport(LanedTransport(seat.transport, lanes), recorder)
     switch = Switch()
     decoder = build_decoder(settled, weights, transport, through=switch.through)
     table = RequestTable(
@@ -241,7 +244,7 @@ def _worker(
         table=table,
         transport=transport,
         control=seat.control,
-        recorder=seat.recorder,
+        recorder=recorder,
         state=HeartbeatState.start(config.cadence, budget=budget, overlap=overlap),
         stragglers=StragglerState(config=config.straggler),
         async_depth=config.async_depth,
@@ -255,6 +258,7 @@ def _worker(
         excuses=seat.excuses,
         sampler=sampler_ops(config.ops),
         runner=build_runner(settled, decoder, table, switch=switch, timeline=seat.timeline, ranks_here=ranks_here),
+        guard=guard_of(settled.device, debug_sync=config.graphs.debug_sync),
     )
 
 

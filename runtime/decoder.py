@@ -229,10 +229,11 @@ class Decoder:
             yield
         return core(queries, layer.attention, config=config, cache=cache, layer=index, view=view, ops=ops, plan=plan)
 
-    def set_step(self, step: int) -> None:
-        """Before a replay: which step it is, for the tags of its exchanges."""
+    def replays(self, step: int, sent: ExchangeBytes) -> None:
+        """Before a replay: which step it is, for the tags of its exchanges, and what they will put on the wire."""
         if self._exchange is not None:
             self._exchange.set_step(step)
+            self._sent = ExchangeBytes(self._sent.network + sent.network, self._sent.node + sent.node)
 
     def attention_plan(self, view: PagedView) -> Any:
         """What all layers share of a step whose attention is called one by one (see `switch`)."""

@@ -13,14 +13,13 @@ Shapes: T tokens of the graph, B sampled positions, D model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ep import Terms
+from ep import ExchangeBytes, Terms
 from ep.clock import ON_DEVICE
 
 from .batch import RequestTable, StepBatch
@@ -44,10 +43,11 @@ class GraphKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """A program and its inputs."""
+    """A program, its inputs, and what its exchanges put on the wire, which nobody counts in a replay."""
 
     inputs: StaticInputs
     program: Program[DecoderOutput]
+    sent: ExchangeBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +76,12 @@ class GraphRunner:
         switch: Switch,
         sizes: Sizes,
         most_context: int,
+        level: int = 0,
     ) -> None:
-        """most_context: positions of all requests of a step together that a graph has room to attend to."""
+        """most_context: positions of all requests of a step together that a graph has room to attend to.
+
+        level: of the capacities that steps are recorded with; steps with others are run kernel by kernel.
+        """
         self._eager = eager
         self._decoder = decoder
         self._table = table
@@ -85,6 +89,7 @@ class GraphRunner:
         self._switch = switch
         self._sizes = sizes
         self._most_context = most_context
+        self._level = level
         self._whole: dict[GraphKey, Recorded] = {}
         self._pieces: dict[int, Recorded] = {}
         self._memory: SwitchMemory | None = None
@@ -108,7 +113,7 @@ class GraphRunner:
 
     def forward(self, rows: Rows, terms: Terms, plan: StepPlan) -> Ran:
         """See `Runner`."""
-        if not terms.exact and terms.level == 0:
+        if not terms.exact and terms.level == self._level:
             if not has_prompts(plan):
                 recorded = self._whole.get(GraphKey(terms.bucket, plan.tracks))
                 if recorded is not None and one_token_each(rows) and int(rows.end_B.sum()) <= self._most_context:
@@ -123,11 +128,14 @@ class GraphRunner:
 
         def work() -> DecoderOutput:
             views = [track.view(self._table.pages, most_context=self._most_context) for track in inputs.tracks]
-            return self._eager.drive(
-                [(view, view.decode.tokens_R) for view in views], Terms(bucket=tokens), step=ON_DEVICE
-            )
+            wanted = [(view, view.decode.tokens_R) for view in views]
+            return self._eager.drive(wanted, Terms(bucket=tokens, level=self._level), step=ON_DEVICE)
 
-        return Recorded(inputs=inputs, program=self._record(work))
+        with self._device.lane():
+            work()
+            before = self._decoder.sent_bytes
+            program = Recording[DecoderOutput](self._device).record(work, None)
+        return Recorded(inputs=inputs, program=program, sent=self._sent_since(before))
 
     def _record_pieces(self, tokens: int) -> Recorded:
         inputs = StaticInputs.room_for(tokens, 1, self._decoder.cache.pages.device)
@@ -137,13 +145,15 @@ class GraphRunner:
 
         def work() -> DecoderOutput:
             [view] = [track.view(self._table.pages, most_context=self._most_context) for track in inputs.tracks]
-            return self._eager.drive([(view, view.decode.tokens_R)], Terms(bucket=tokens), step=ON_DEVICE)
+            terms = Terms(bucket=tokens, level=self._level)
+            return self._eager.drive([(view, view.decode.tokens_R)], terms, step=ON_DEVICE)
 
         with self._device.lane():
             work()
+            before = self._decoder.sent_bytes
             with self._switch.cutting(recording, memory):
                 program = recording.record(work, PieceStep(view=nobody.view, plan=None))
-        return Recorded(inputs=inputs, program=program)
+        return Recorded(inputs=inputs, program=program, sent=self._sent_since(before))
 
     def _piece_memory(self) -> SwitchMemory:
         decoder, most_tokens = self._decoder, self._sizes.pieces[-1]
@@ -152,18 +162,16 @@ class GraphRunner:
             self._memory = SwitchMemory.room_for(most_tokens, decoder.model.mla, dtype=decoder.dtype, device=device)
         return self._memory
 
-    def _record(self, work: Callable[[], DecoderOutput]) -> Program[DecoderOutput]:
-        """Once to compile and warm up, then in recording; all of it padding."""
-        with self._device.lane():
-            work()
-            return Recording[DecoderOutput](self._device).record(work, None)
+    def _sent_since(self, before: ExchangeBytes) -> ExchangeBytes:
+        now = self._decoder.sent_bytes
+        return ExchangeBytes(network=now.network - before.network, node=now.node - before.node)
 
     def _replay_whole(self, recorded: Recorded, rows: Rows, step: int) -> Ran:
         inputs = recorded.inputs
         parts = cut_rows(rows, len(inputs.tracks))
         inputs.write([token_columns(part, self._table) for part in parts])
         self._table.pages.on_device()
-        self._decoder.set_step(step)
+        self._decoder.replays(step, recorded.sent)
         out = recorded.program.replay(None)
         size = inputs.tracks[0].size
         real = [slice(number * size, number * size + len(part)) for number, part in enumerate(parts)]
@@ -178,7 +186,7 @@ class GraphRunner:
         batch = StepBatch.build(rows, self._table)
         view = batch.view
         recorded.inputs.write_there(torch.stack([view.slots_T, view.positions_T, view.places_T]))
-        self._decoder.set_step(step)
+        self._decoder.replays(step, recorded.sent)
         out = recorded.program.replay(PieceStep(view=view, plan=self._decoder.attention_plan(view)))
         return Ran(
             rows=batch.rows,

@@ -30,6 +30,7 @@ from .runner import EagerRunner, Ran, Runner
 from .sampler import Sampled
 from .sampler_ops import SamplerOps, sampler_ops
 from .samples import sample_rows, tokens_of
+from .sync_guard import Guard, NoGuard
 from .verdict import Phase
 
 
@@ -104,13 +105,15 @@ class Launcher:
         timeline: Untimed = UNTIMED,
         sampler: SamplerOps | None = None,
         runner: Runner | None = None,
+        guard: Guard | None = None,
     ) -> None:
-        """sampler: None, in torch. runner: None, kernel by kernel."""
+        """sampler: None, in torch. runner: None, kernel by kernel. guard: None, steps may make the host wait."""
         self._decoder = decoder
         self._table = table
         self._recorder = recorder
         self._timeline = timeline
         self._sampler = sampler or sampler_ops("reference")
+        self._guard = guard or NoGuard()
         staggered = overlap.dbo_order == "staggered"
         self.runner = runner or EagerRunner(decoder, table, staggered=staggered, timeline=timeline)
 
@@ -119,7 +122,8 @@ class Launcher:
         self._recorder.stamp(Phase.LAUNCH, plan.step)
         traced = self._timeline.now()
         terms = Terms(bucket=self.runner.bucket(plan), level=plan.capacity_level)
-        launched = self._put(rows, plan, terms, sampling=lambda: self._recorder.stamp(Phase.SAMPLE, plan.step))
+        with self._guard.step():
+            launched = self._put(rows, plan, terms, sampling=lambda: self._recorder.stamp(Phase.SAMPLE, plan.step))
         self._timeline.add("step", 0, f"step {plan.step}", traced)
         return launched
 

@@ -32,6 +32,8 @@ from .batch import RequestTable
 from .cadence import Reason
 from .config import CacheConfig, DTypeName, EngineConfig, KvCacheDType
 from .decoder import Decoder
+from .graph_device import GRAPH_DEVICES
+from .graphs import GraphRunner, Sizes
 from .heartbeat import StepPlan
 from .launcher import Launched, Launcher
 from .memory import plan_memory
@@ -39,12 +41,15 @@ from .model_config import ModelConfig, read_model_config
 from .recorder import Unwatched
 from .request import Request
 from .rows import Row, Rows
+from .runner import EagerRunner
+from .runner_choice import why_eager
 from .sampler_ops import SamplerOps, sampler_ops
 from .sampling_params import SamplingParams
 from .scheduler import SchedulerConfig
 from .settling import Settled, memory_numbers, run_dtype, settle_exchange, settle_ops, topology_of
 from .slice_routing import MOST_LAYERS, Placing, Trace, exchanges, placements, received_pairs
-from .stages import CLOCKS, STAGES, Interval, Staged, Stages, medians
+from .stages import CLOCKS, HEAD, SAMPLER, STAGES, Interval, MarkedGraphs, Staged, Stages, medians
+from .switch import Switch
 
 FEWEST_LAYERS = 3
 """Of a cut model: one without experts, if the model has any, and two with, for the last one is measured in part."""
@@ -160,6 +165,8 @@ class RankSlice:
         self.pairs_YR = received_pairs(self.exchanges(config.batch), slots_per_rank=places[0].slots_per_rank)
         self.rank = int(self.pairs_YR.sum(axis=0).argmax()) if config.rank is None else config.rank
         self._marks = Stages(CLOCKS[config.device]())
+        self._outside = Stages(CLOCKS[config.device]()) if self.captured else self._marks
+        self._switch = Switch()
         self._transport = StandIn(self.rank, config.ranks, row=self.blueprint.row, script=Script(there=({},), back={}))
         self._build()
 
@@ -182,16 +189,21 @@ class RankSlice:
         """Pairs that this rank's experts compute over what the average rank's do."""
         return float(self.pairs_YR[:, self.rank].sum() / self.pairs_YR.mean(axis=1).sum())
 
+    @property
+    def captured(self) -> bool:
+        """Whether steps are replayed as graphs."""
+        return not why_eager(self.settled, ranks_here=1)
+
     def measure(self, batch: int) -> SliceTimes:
         """Real steps of `batch` requests: some to warm up, then as many as the config says, then as many marked."""
-        steps = self.steps(batch)
-        clock = CLOCKS[self.config.device]()
+        steps, clock = self.steps(batch), CLOCKS[self.config.device]()
         with torch.inference_mode():
             for _ in range(WARM_STEPS):
                 steps.run()
             sent = self._decoder.sent_bytes
             times = [_timed(clock, steps) for _ in range(self.config.steps)]
             now = self._decoder.sent_bytes
+            steps.launcher = self._launcher(batch, steps.level, marked=True)
             marked = [self._marked(steps) for _ in range(self.config.steps)]
         low, middle, high = statistics.quantiles([clock.between_us(*each) for each in times], n=4, method="inclusive")
         return SliceTimes(
@@ -219,17 +231,22 @@ class RankSlice:
             first=self.model.num_dense_layers,
             seed=self.config.seed,
         )
-        return Steps(self._requests(batch), self._launcher(), level=level, first=self.config.first_position)
+        launcher = self._launcher(batch, level, marked=False)
+        return Steps(self._requests(batch), launcher, level=level, first=self.config.first_position)
 
     def exchanges(self, batch: int) -> list[list[Tensor]]:
         """int64 slots [batch, K] of every rank, of one exchange a layer; layers past the last begin again."""
         return exchanges(self._trace, self._places, self.settled.topology, tokens=batch, seed=self.config.seed + 1)
 
     def _marked(self, steps: Steps) -> list[Interval]:
-        self._marks.begin()
+        """One step. Inside a graph marks are stamped by its replay; head and sampler come after it."""
+        self._outside.begin()
         steps.run()
-        self._marks.end()
-        return self._marks.intervals()
+        self._outside.end()
+        if not self.captured:
+            return self._outside.intervals()
+        after = [each for each in self._outside.intervals() if each.stage in (HEAD, SAMPLER)]
+        return [*self._marks.intervals(), *after]
 
     def _build(self) -> None:
         settled = self.settled
@@ -244,12 +261,30 @@ class RankSlice:
         )
         self._sampler = cast(SamplerOps, self._staged("sampler", sampler_ops(settled.config.ops)))
 
-    def _launcher(self) -> Launcher:
+    def _launcher(self, batch: int, level: int, *, marked: bool) -> Launcher:
+        """What launches steps of so many requests: captured where that can be, with marks in the graph or without."""
         decoder = cast(Decoder, self._staged("decoder", self._decoder))
-        return Launcher(decoder, self._table, recorder=Unwatched(), overlap=DboConfig(), sampler=self._sampler)
+        runner = None
+        if self.captured:
+            device = GRAPH_DEVICES[self.config.device](self.settled.device)
+            runner = GraphRunner(
+                EagerRunner(self._decoder, self._table),
+                self._decoder,
+                self._table,
+                device=MarkedGraphs(device, self._marks) if marked else device,
+                switch=self._switch,
+                sizes=Sizes(decode=(batch,), pieces=()),
+                most_context=batch * self.config.most_positions,
+                level=level,
+            )
+            runner.prepare()
+        return Launcher(
+            decoder, self._table, recorder=Unwatched(), overlap=DboConfig(), sampler=self._sampler, runner=runner
+        )
 
     def _staged(self, name: str, ops: Any) -> Any:
-        return Staged(ops, STAGES[name], self._marks)
+        marks = self._outside if name in ("decoder", "sampler") else self._marks
+        return Staged(self._switch.through(name, ops), STAGES[name], marks)
 
     def _requests(self, batch: int) -> list[Request]:
         """That have their context in the cache; pages lie in no order."""
@@ -275,8 +310,8 @@ class Steps:
 
     def __init__(self, requests: Sequence[Request], launcher: Launcher, *, level: int, first: int) -> None:
         self._requests = requests
-        self._launcher = launcher
-        self._level = level
+        self.launcher = launcher
+        self.level = level
         self._position = first
         self._number = 0
         self._unread: Launched | None = None
@@ -291,7 +326,7 @@ class Steps:
     def launch(self) -> Launched:
         """One more."""
         rows = Rows.of([Row(request, self._position, 1, 0, True) for request in self._requests])
-        launched = self._launcher.launch(rows, _plan(self._number, len(rows), self._level))
+        launched = self.launcher.launch(rows, _plan(self._number, len(rows), self.level))
         self._position += 1
         self._number += 1
         return launched

@@ -12,13 +12,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .graph_device import Graph, GraphDevice
+
 REST = "what lies between"
 PROJECTIONS = "projections"
 HEAD = "head"
+SAMPLER = "sampler"
 STAND_IN = "rows of others (stands in for the wire)"
 LAYER_BEGINS = "append"
 """The stage that is entered once in each layer."""
@@ -35,7 +39,7 @@ STAGES: dict[str, dict[str, str]] = {
     },
     "transport": {"all_to_all": STAND_IN},
     "decoder": {"logits": HEAD},
-    "sampler": {"choose": "sampler"},
+    "sampler": {"choose": SAMPLER},
 }  # fmt: skip
 """By what is handed through, the stage of each method; a method that is not listed belongs to whoever calls it."""
 
@@ -120,6 +124,25 @@ class Stages:
             layer += stage == LAYER_BEGINS
             found.append(Interval(stage, layer, self._clock.between_us(begin, end)))
         return found
+
+
+class MarkedGraphs:
+    """A device that records, and marks while it does: what runs before to warm up has no marks."""
+
+    def __init__(self, device: GraphDevice, marks: Stages) -> None:
+        self._device = device
+        self._marks = marks
+
+    def lane(self) -> AbstractContextManager[Any]:
+        return self._device.lane()
+
+    def begin(self) -> None:
+        self._device.begin()
+        self._marks.begin()
+
+    def end(self) -> Graph:
+        self._marks.end()
+        return self._device.end()
 
 
 class Staged:

@@ -43,6 +43,7 @@ from .runner import Runner
 from .sampler_ops import SamplerOps
 from .scheduler import Scheduler
 from .straggler import StragglerState, watch
+from .sync_guard import Guard
 from .telemetry import RankStats, StepCounters
 from .verdict import Phase
 from .voice import Excuses, Voice, no_excuse
@@ -81,6 +82,7 @@ class Worker:
         excuses: Excuses = no_excuse,
         sampler: SamplerOps | None = None,
         runner: Runner | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self.decoder = decoder
         self.scheduler = scheduler
@@ -114,6 +116,7 @@ class Worker:
             timeline=timeline,
             sampler=sampler,
             runner=runner,
+            guard=guard,
         )
         self.in_flight = InFlight()
         self.counters = StepCounters()

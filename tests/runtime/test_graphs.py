@@ -15,14 +15,16 @@ from ep import ExchangeConfig
 from runtime import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig, runner_choice
 from runtime.graph_config import GraphConfig
 from runtime.graphs import GraphRunner, Sizes
+from runtime.runner import EagerRunner
+from runtime.settling import settle
 from runtime.thread_ranks import ThreadRanks
-from tests.runtime.pretend_graphs import PretendGraphs
+from tests.runtime.pretend_graphs import HostTouched, PretendGraphs
 
 # Rows of padding begin as whatever lies in memory, which may overflow; it goes nowhere.
 WHATEVER = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(120), WHATEVER]
 
-PROMPTS = ([5, 6, 7, 8, 9], list(range(20, 38)), [3])
+PROMPTS = ([5, 6, 7, 8, 9], list(range(20, 28)), [3])
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> PretendGraphs:
     """A CPU that has graphs."""
     device = PretendGraphs()
     monkeypatch.setitem(runner_choice.GRAPH_DEVICES, "cpu", lambda _: device)
-    monkeypatch.setattr(runner_choice, "sizes_of", lambda _: Sizes(decode=(4,), pieces=(32,)))
+    monkeypatch.setattr(runner_choice, "sizes_of", lambda _: Sizes(decode=(4,), pieces=(16,)))
     return device
 
 
@@ -66,4 +68,36 @@ def test_replayed_steps_decode_what_launched_ones_do(small_v3, eager, graphs):
     assert isinstance(runner, GraphRunner)
     assert tokens == eager
     assert runner.num_eager == 0
-    assert graphs.num_graphs == 1 + 4  # a whole step, and the pieces of 32 tokens around three attentions
+    assert graphs.num_graphs == 1 + 4  # a whole step, and the pieces of 16 tokens around three attentions
+
+
+def test_a_step_in_which_the_host_reads_a_value_cannot_be_recorded(small_v3, graphs, monkeypatch):
+    plain = EagerRunner.drive
+
+    def asks(runner: EagerRunner, tracks: Any, terms: Any, *, step: int) -> Any:
+        out = plain(runner, tracks, terms, step=step)
+        assert out.counts_LE.sum().item() >= 0
+        return out
+
+    monkeypatch.setattr(EagerRunner, "drive", asks)
+    monkeypatch.setattr(runner_choice, "sizes_of", lambda _: Sizes(decode=(1,), pieces=()))
+    with pytest.raises(HostTouched, match="the host reads a tensor in a captured step: item"):
+        ThreadRanks(config(small_v3), drafter=None, on_plan=None, on_progress=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ""),
+        ({"graphs": GraphConfig(enforce_eager=True)}, "--enforce-eager"),
+        ({"ops": "reference"}, "ops are reference"),
+        ({"exchange": ExchangeConfig(exchange="exact")}, "the exchange is exact"),
+    ],
+)
+def test_what_keeps_steps_from_being_captured_is_said(small_v3, graphs, changes, words):
+    assert words in runner_choice.why_eager(settle(config(small_v3, **changes)), ranks_here=1)
+    assert bool(words) == bool(runner_choice.why_eager(settle(config(small_v3, **changes)), ranks_here=1))
+
+
+def test_a_cpu_captures_nothing(small_v3):
+    assert runner_choice.why_eager(settle(config(small_v3)), ranks_here=1) == "a cpu has no graphs"
