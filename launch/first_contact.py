@@ -24,7 +24,8 @@ import tyro
 from rich.console import Console
 
 from attention_mla import interpreted
-from runtime import Engine, EngineConfig, SamplingParams
+from ep import ExchangeConfig
+from runtime import Engine, EngineConfig, SamplingParams, SchedulerConfig
 from runtime.assembly import load_ranks, weight_source
 from runtime.checkup import (
     Check,
@@ -39,6 +40,7 @@ from runtime.checkup import (
     passed,
     to_word,
 )
+from runtime.graph_config import GraphConfig
 from runtime.graph_device import GRAPH_DEVICES
 from runtime.group_checks import Bench, group_checks, kernel_checks, token_check
 from runtime.kernel_case import CaseSize
@@ -173,6 +175,11 @@ def own_checks(device: torch.device, *, kernels: bool) -> Iterator[Check]:
             yield token_check(
                 "kernels against torch", lambda: decoded(device, "reference"), lambda: decoded(device, "triton")
             )
+            yield token_check(
+                "graphs against kernels one by one",
+                lambda: decoded(device, "triton"),
+                lambda: decoded(device, "triton", eager=False),
+            )
 
 
 def _has_triton() -> bool:
@@ -187,19 +194,22 @@ def _no_kernels() -> str:
     raise NotHere("kernels need a GPU; TRITON_INTERPRET=1 before Python starts runs them in the interpreter, slowly")
 
 
-def tiny_config(device: str, ops: str) -> EngineConfig:
-    """The small model on one rank, in a format in which no two logits tie."""
+def tiny_config(device: str, ops: str, *, eager: bool = True) -> EngineConfig:
+    """The small model on one rank, in a format in which no two logits tie; few sizes, so that little is recorded."""
     return EngineConfig(
         model=str(find_model("tiny-v3")),
         dtype="float32",
         device=device,
         ops=ops,  # type: ignore[arg-type]
+        exchange=ExchangeConfig(exchange="bounded", hierarchical="off"),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256),
+        graphs=GraphConfig(enforce_eager=eager, cuda_graph_sizes=(4,)),
     )
 
 
-def decoded(device: torch.device, ops: str) -> list[list[int]]:
+def decoded(device: torch.device, ops: str, *, eager: bool = True) -> list[list[int]]:
     """Greedy tokens of the engine."""
-    with Engine(tiny_config(device.type, ops)) as engine:
+    with Engine(tiny_config(device.type, ops, eager=eager)) as engine:
         outputs = engine.generate([*PROMPTS], SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True))
     return [list(output.token_ids) for output in outputs]
 

@@ -25,6 +25,7 @@ from runtime.assembly import OnPlan, Seat, assemble
 from runtime.control import Control
 from runtime.gpu_health import GpuHealth, load_library
 from runtime.mailbox import Mailbox
+from runtime.memory_check import memory_lines
 from runtime.node_share import NodePeers
 from runtime.progress import OnProgress
 from runtime.pulse import Pulse
@@ -185,6 +186,7 @@ class Place:
             self.times.mark("load")
             if on_facts is not None:
                 told = (*(parts.load.lines() if parts.load else ()), self.times.line())
+                told = (*told, *memory_lines(parts.plan, self.settled.device))
                 on_facts(GroupFacts(model=parts.model, plan=parts.plan, capacities=(), notes=(*parts.notes, *told)))
             self.pulse.warm()
             self.pulse.ready()
