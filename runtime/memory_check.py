@@ -24,9 +24,8 @@ def memory_lines(plan: MemoryPlan, device: torch.device) -> tuple[str, ...]:
 def compare(plan: MemoryPlan, *, allocated: int, reserved: int) -> str:
     """Planned are weights, workspaces and cache; reserved is what torch took of the device, graphs' memory with it."""
     planned = plan.weights.total + plan.workspaces.total + plan.cache_bytes
-    words = (
-        f"memory: {planned / _GIB:.2f} GiB planned, {allocated / _GIB:.2f} allocated, {reserved / _GIB:.2f} taken of the "
-        "device"
-    )
+    words = f"memory: {planned / _GIB:.2f} GiB planned, {allocated / _GIB:.2f} allocated, "
+    words += f"{reserved / _GIB:.2f} taken of the device"
     over = reserved - plan.budget_bytes
-    return words if over <= 0 else f"{words}, {over / _GIB:.2f} more than --gpu-memory-utilization allows"
+    too_much = f", {over / _GIB:.2f} more than --gpu-memory-utilization allows"
+    return words + (too_much if over > 0 else "")

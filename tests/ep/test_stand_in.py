@@ -121,3 +121,14 @@ def test_blocks_of_unequal_size_cannot_be_stood_in_for():
         StandIn(0, RANKS, row=plan.row, script=script).all_to_all(
             rows, rows, recv_splits=(1, 2, 1, 0), send_splits=(1, 2, 1, 0), tag=TAG
         )
+
+
+def test_its_own_rows_are_those_that_it_sends_now():
+    plan = blueprint()
+    slots = [slots_of(rank) for rank in range(RANKS)]
+    script = land(plan, [slots], rank=2, terms=TERMS, device="cpu")
+    own = torch.tensor([[5, 4, -1]] * TOKENS)  # both of rank 2's slots, whatever was recorded
+    _, got = arrive(StandIn(2, RANKS, row=plan.row, script=script), plan, own)
+    block = len(got.slots_NK) // RANKS
+    mine = got.slots_NK[2 * block : 3 * block]
+    assert mine[(mine >= 0).any(dim=1)].tolist() == [[1, 0, -1]] * TOKENS
