@@ -21,7 +21,7 @@ from runtime.config import KvCacheDType
 from runtime.cost_tables import CostTables, read_cost_tables
 from runtime.hardware import Hardware, read_hardware
 from runtime.overlap import comm_share
-from runtime.rank_slice import RankSlice, SliceConfig, SliceTimes
+from runtime.rank_slice import RankSlice, SliceTimes
 from runtime.rank_slice_costs import (
     LayerTimes,
     Throughput,
@@ -36,6 +36,7 @@ from runtime.rank_slice_costs import (
     wire_us,
 )
 from runtime.roofline import CostShape
+from runtime.slice_config import SliceConfig
 from runtime.stages import HEAD, STAND_IN
 
 from .bench import commit, machine_line

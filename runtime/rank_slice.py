@@ -10,110 +10,38 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from attention_mla import LatentCache
 from dbo import DboConfig
-from dbo.policy import Choice
-from ep import ExchangeBytes, ExchangeConfig, Terms
+from ep import ExchangeBytes, Terms
 from ep.blueprint import Blueprint
 from ep.lanes import LANES, LanedTransport
 from ep.stand_in import Script, StandIn, land, least_level
-from ep.threads import MAX_RANKS
 
 from .assembly import build_decoder, load_ranks, weight_source
 from .batch import RequestTable
-from .cadence import Reason
-from .config import CacheConfig, DTypeName, EngineConfig, KvCacheDType
 from .decoder import Decoder
 from .graph_device import GRAPH_DEVICES
 from .graphs import GraphRunner, Sizes
-from .heartbeat import StepPlan
-from .launcher import Launched, Launcher
-from .memory import plan_memory
-from .model_config import ModelConfig, read_model_config
+from .launcher import Launcher
+from .model_config import read_model_config
 from .recorder import Unwatched
 from .request import Request
-from .rows import Row, Rows
 from .runner import EagerRunner
 from .runner_choice import why_eager
 from .sampler_ops import SamplerOps, sampler_ops
 from .sampling_params import SamplingParams
-from .scheduler import SchedulerConfig
-from .settling import Settled, memory_numbers, run_dtype, settle_exchange, settle_ops, topology_of
-from .slice_routing import MOST_LAYERS, Placing, Trace, exchanges, placements, received_pairs
+from .settling import settle_exchange, topology_of
+from .slice_config import WARM_STEPS, SliceConfig, cut_layers, engine_config, settle_slice, trace_of
+from .slice_routing import exchanges, placements, received_pairs
+from .slice_steps import Steps, fill
 from .stages import CLOCKS, HEAD, SAMPLER, STAGES, Interval, MarkedGraphs, Staged, Stages, medians
 from .switch import Switch
-
-FEWEST_LAYERS = 3
-"""Of a cut model: one without experts, if the model has any, and two with, for the last one is measured in part."""
-WARM_STEPS = 3
-FILLED_AT_ONCE = 1 << 16
-"""Positions of the cache; their float32 latents are a few hundred MB."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SliceConfig:
-    """What one rank of `ranks` has to do.
-
-    layers     layers that are built; None: all of the model's
-    routing    uniform, power-law, or a recording of routing; `skew` is the power
-    rank       None: the one whose experts get most rows
-    steps      that are measured, of each kind
-    """
-
-    model: str
-    ranks: int = 32
-    batch: int = 128
-    context: int = 2048
-    layers: int | None = None
-    routing: str = "uniform"
-    skew: float = 1.0
-    placing: Placing = "balanced"
-    redundant: int = 0
-    rank: int | None = None
-    node_size: int = 8
-    hierarchical: Literal["auto", "on", "off"] = "auto"
-    dispatch_dtype: Literal["run", "fp8"] = "fp8"
-    dtype: DTypeName = "auto"
-    kv_cache_dtype: KvCacheDType = "auto"
-    device: str = "cuda"
-    ops: Literal["auto", "reference", "triton"] = "auto"
-    hardware: str = "profiles/hardware/h200.toml"
-    block_size: int = 64
-    steps: int = 20
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least, legal in (("ranks", 1, 32), ("batch", 1, 128), ("context", 1, 2048), ("steps", 1, 20)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}, e.g. {legal}")
-        if self.ranks > MAX_RANKS:
-            raise ValueError(
-                f"ranks is {self.ranks}; the others are acted out as threads, at most {MAX_RANKS}, e.g. 32"
-            )
-        if self.layers is not None and self.layers < FEWEST_LAYERS:
-            raise ValueError(f"layers is {self.layers}; it must be at least {FEWEST_LAYERS}, e.g. {FEWEST_LAYERS}")
-        if self.rank is not None and not 0 <= self.rank < self.ranks:
-            raise ValueError(f"rank is {self.rank}; ranks are 0 to {self.ranks - 1}, e.g. 0")
-        if not 0.0 <= self.skew <= 4.0:
-            raise ValueError(f"skew is {self.skew}; it must be from 0 to 4, e.g. 1")
-
-    @property
-    def first_position(self) -> int:
-        """Context that is cached at the start: a request enters its slot at the start of a page."""
-        return -(-self.context // self.block_size) * self.block_size
-
-    @property
-    def most_positions(self) -> int:
-        """That a request may come to have."""
-        return self.first_position + 4 * (WARM_STEPS + self.steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,15 +60,6 @@ class SliceTimes:
     sent: ExchangeBytes
 
 
-def cut_layers(model: ModelConfig, layers: int | None) -> ModelConfig:
-    """The model with so many layers: one without experts if it has any, the others with. ValueError without experts."""
-    if model.moe is None:
-        raise ValueError("the model has no experts; a rank's slice of it is the whole of it, e.g. deepseek-v3")
-    if layers is None or layers >= model.num_layers:
-        return model
-    return replace(model, num_layers=layers, num_dense_layers=min(model.num_dense_layers, 1))
-
-
 class RankSlice:
     """One rank, built. `measure` may be called for any batch up to the config's."""
 
@@ -149,9 +68,9 @@ class RankSlice:
         self.config = config
         self.whole_model = read_model_config(Path(config.model))
         self.model = cut_layers(self.whole_model, config.layers)
-        engine = _engine_config(config, self.model)
+        engine = engine_config(config, self.model)
         engine, self.exchange_why = settle_exchange(engine, self.model, local_size=None, on_gpu=config.device == "cuda")
-        self._trace = _trace(config, self.model)
+        self._trace = trace_of(config, self.model)
         places = placements(
             self._trace,
             topology_of(engine),
@@ -160,7 +79,7 @@ class RankSlice:
             tokens=config.batch,
         )
         by_layer = {layer: places[index % len(places)] for index, layer in enumerate(self.model.moe_layers)}
-        self.settled = _settle(engine, self.model, by_layer)
+        self.settled = settle_slice(engine, self.model, by_layer)
         self._places = places
         self.pairs_YR = received_pairs(self.exchanges(config.batch), slots_per_rank=places[0].slots_per_rank)
         self.rank = int(self.pairs_YR.sum(axis=0).argmax()) if config.rank is None else config.rank
@@ -305,130 +224,7 @@ class RankSlice:
         return requests
 
 
-class Steps:
-    """Steps in which the same requests decode, each launched before the one before it is read."""
-
-    def __init__(self, requests: Sequence[Request], launcher: Launcher, *, level: int, first: int) -> None:
-        self._requests = requests
-        self.launcher = launcher
-        self.level = level
-        self._position = first
-        self._number = 0
-        self._unread: Launched | None = None
-
-    def run(self) -> None:
-        """One more; then the one before it is read."""
-        launched = self.launch()
-        if self._unread is not None:
-            self._unread.tokens()
-        self._unread = launched
-
-    def launch(self) -> Launched:
-        """One more."""
-        rows = Rows.of([Row(request, self._position, 1, 0, True) for request in self._requests])
-        launched = self.launcher.launch(rows, _plan(self._number, len(rows), self.level))
-        self._position += 1
-        self._number += 1
-        return launched
-
-
 def _timed(clock: Any, steps: Steps) -> tuple[Any, Any]:
     begin = clock.stamp()
     steps.run()
     return begin, clock.stamp()
-
-
-def fill(cache: LatentCache, *, seed: int) -> None:
-    """Latents of unit size in every page: what a device computes of zeros costs it less power than what it meets."""
-    device, row = cache.pages.device, cache.row
-    dice = torch.Generator(device).manual_seed(seed)
-    places = torch.arange(cache.num_pages * cache.page_size, device=device)
-    for layer in range(cache.pages.shape[0]):
-        for places_T in places.split(FILLED_AT_ONCE):
-            latents_TW = torch.randn(len(places_T), row.rank + row.rope_dim, generator=dice, device=device)
-            cache.append(layer, latents_TW.to(row.dtype), places_T)
-
-
-def _engine_config(config: SliceConfig, model: ModelConfig) -> EngineConfig:
-    pages = config.batch * -(-config.most_positions // config.block_size)
-    engine = EngineConfig(
-        model=config.model,
-        ranks=config.ranks,
-        dtype=config.dtype,
-        device=config.device,
-        load_format="dummy",
-        seed=config.seed,
-        hardware=config.hardware,
-        node_size=min(config.node_size, config.ranks),
-        cache=CacheConfig(block_size=config.block_size, num_blocks=pages + 1, kv_cache_dtype=config.kv_cache_dtype),
-        scheduler=SchedulerConfig(
-            max_num_seqs=config.batch, max_num_batched_tokens=config.batch, max_model_len=config.most_positions
-        ),
-        exchange=ExchangeConfig(
-            exchange="bounded",
-            hierarchical=config.hierarchical,
-            dispatch_dtype=config.dispatch_dtype,
-            round_tokens=config.batch,
-        ),
-    )
-    return replace(engine, ops=settle_ops(replace(engine, ops=config.ops), model, device=torch.device(config.device)))
-
-
-def _settle(engine: EngineConfig, model: ModelConfig, by_layer: dict[int, Any]) -> Settled:
-    """Nothing is left open, and it fits the device: it is all this rank's."""
-    device = torch.device(engine.device)
-    on_gpu = device.type == "cuda"
-    device_bytes = torch.cuda.get_device_properties(device).total_memory if on_gpu else 1 << 40
-    numbers = memory_numbers(engine, model, device_bytes=device_bytes, on_gpu=on_gpu)
-    placement = next(iter(by_layer.values()))
-    redundant = placement.num_slots - placement.num_experts
-    plan = plan_memory(model, replace(numbers, redundant_experts=max(redundant, 0)))
-    plan.check_fits()
-    return Settled(
-        config=engine,
-        model=model,
-        dtype=run_dtype(engine, model),
-        device=device,
-        placements=by_layer,
-        plan=replace(plan, slots_per_rank=placement.slots_per_rank),
-        topology=topology_of(engine),
-        capacities=None,
-    )
-
-
-def _trace(config: SliceConfig, model: ModelConfig) -> Trace:
-    assert model.moe is not None
-    if config.routing in ("uniform", "power-law"):
-        return Trace.drawn(
-            model.moe,
-            shape=cast(Literal["uniform", "power-law"], config.routing),
-            skew=config.skew,
-            num_layers=min(len(model.moe_layers), MOST_LAYERS),
-            seed=config.seed,
-        )
-    return Trace.recorded(model.moe, config.routing)
-
-
-def _plan(step: int, bucket: int, level: int) -> StepPlan:
-    """Every rank decodes as many tokens."""
-    return StepPlan(
-        step=step,
-        wave=0,
-        bucket=bucket,
-        epoch=0,
-        prefill_allowed=None,
-        reason=Reason.NO_PROMPTS,
-        last=False,
-        stalled=False,
-        pause=False,
-        paused=False,
-        drain=False,
-        drained=False,
-        failed=None,
-        clean=step - 1,
-        rerun_from=None,
-        capacity_level=level,
-        tracks=1,
-        track_tokens=bucket,
-        overlap=Choice.OFF,
-    )

@@ -23,7 +23,8 @@ from runtime.graphs import GraphRunner
 from runtime.group_checks import Bench, group_checks, kernel_checks
 from runtime.kernel_case import CaseSize
 from runtime.model_config import read_model_config
-from runtime.rank_slice import RankSlice, SliceConfig
+from runtime.rank_slice import RankSlice
+from runtime.slice_config import SliceConfig
 from runtime.stages import STAND_IN, by_stage
 from runtime.thread_ranks import ThreadRanks
 

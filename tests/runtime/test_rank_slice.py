@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime.rank_slice import RankSlice, SliceConfig, cut_layers
+from runtime.rank_slice import RankSlice
+from runtime.slice_config import SliceConfig, cut_layers
 from runtime.stages import LAYER_BEGINS, STAGES, by_stage
 
 pytestmark = pytest.mark.timeout(60)
