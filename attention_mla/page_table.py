@@ -23,6 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .transfer import to_device
+
 __all__ = ["Column", "PageTable", "Spans", "TokenColumns"]
 
 Column = NDArray[np.int64]
@@ -91,14 +93,15 @@ class PageTable:
         """[S, G] the table where kernels can read it."""
         if self._changed:
             slots = sorted(self._changed)
-            self._on_device[slots] = torch.from_numpy(self.pages_SG[slots]).to(self._on_device.device)
+            device = self._on_device.device
+            self._on_device.index_copy_(0, to_device(np.array(slots), device), to_device(self.pages_SG[slots], device))
             self._changed.clear()
         return self._on_device
 
     def send(self, columns: Sequence[Column]) -> tuple[Tensor, ...]:
         """Columns on the device, in one copy."""
         sizes = [len(column) for column in columns]
-        return torch.from_numpy(np.concatenate(columns)).to(self._on_device.device).split_with_sizes(sizes)
+        return to_device(np.concatenate(columns), self._on_device.device).split_with_sizes(sizes)
 
     def places(self, slots: Column | int, positions: Column) -> Column:
         """Places of `positions` in the requests of `slots`."""

@@ -1,7 +1,7 @@
-"""`serried bench kernels`: what one core of this machine reaches, and on request a hardware profile with it.
+"""`serried bench kernels`: every Triton kernel on a GPU; without one what a core of this machine reaches, as a profile.
 
 Prints the question, the machine, the commit, the settings, then a table, then one last line of JSON. Knows how it is
-said; what is measured is `runtime.kernel_bench`.
+said; what is measured is `runtime.kernel_bench`, and on a GPU (`gpu_kernels`) `runtime.kernel_times`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from rich import box
@@ -26,21 +27,24 @@ from runtime.rates import Rates
 
 from .bench import commit, machine_line
 from .bench_rates import KIND, rate_lines
+from .gpu_kernels import measure_on_gpu
 from .models import find_model
 from .refusal import refusals
 
 ABOUT = """\
-Measure what one core of this machine reaches: matrix products, memory, and the exchange among threads.
-With --save also what the parts of a layer take, for the cost model.
+On a GPU: measure every Triton kernel over the shapes of real models. Without one: what one core of this machine
+reaches in matrix products, memory, and the exchange among threads; with --save also what the parts of a layer take, for
+the cost model.
 
 Examples:
   serried bench kernels
-  serried bench kernels --save profiles/hardware/cpu.toml
-  serried bench kernels --check tiny-v3
+  serried bench kernels --models deepseek-v3,kimi-k2 --ep 16 --only experts
+  serried bench kernels --device cpu --save profiles/hardware/cpu.toml
+  serried bench kernels --device cpu --check tiny-v3
 
-The numbers are the peaks that the cost model divides by; with --save it gets times of operations, which are closer.
-It takes 3 to 8 seconds, and some 20 more with --save; CPU time leaves out waits and most of what else the machine does,
-but cores share caches and memory, so an idle machine measures best.
+The numbers of a core are the peaks that the cost model divides by; with --save it gets times of operations, which are
+closer. It takes 3 to 8 seconds, and some 20 more with --save; CPU time leaves out waits and most of what else the
+machine does, but cores share caches and memory, so an idle machine measures best.
 """
 
 DONE = 0
@@ -52,8 +56,32 @@ QUESTION = "How many operations and bytes a second does one core of this machine
 class KernelFlags:
     """What `serried bench kernels` is told."""
 
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What is measured; auto: the GPU if there is one."""
+
+    models: str = "deepseek-v3,kimi-k2,deepseek-v2-lite"
+    """On a GPU, whose shapes: names in profiles/models, with commas between."""
+
+    ep: int = 32
+    """On a GPU, ranks that share the experts; a model with fewer experts than ranks x 8 takes 1."""
+
+    batch: int = 128
+    """On a GPU, requests that decode."""
+
+    context: int = 2048
+    """On a GPU, tokens that each has in the cache."""
+
+    gpu: str = "h200"
+    """On a GPU, the device whose peaks and tables are compared with: a name in profiles/hardware."""
+
+    only: str = ""
+    """On a GPU, measure only kernels whose title contains this."""
+
+    rounds: int = 30
+    """On a GPU, calls of each kernel that are measured."""
+
     save: Path | None = None
-    """File to write as a hardware profile, such as profiles/hardware/cpu.toml; only a CPU's profile is replaced."""
+    """File to write as a hardware profile, such as profiles/hardware/cpu.toml, of a core; only a CPU's is replaced."""
 
     check: str | None = None
     """Model to predict by what was measured, and to decode with random weights: says how far the cost model is off."""
@@ -61,6 +89,16 @@ class KernelFlags:
 
 def run(flags: KernelFlags) -> int:
     """Measure, print, and save if asked; returns 0. Raises Refusal for a file that may not be written."""
+    if flags.device == "cuda" or (flags.device == "auto" and flags.save is None and torch.cuda.is_available()):
+        return measure_on_gpu(
+            flags.models.split(","),
+            ep=flags.ep,
+            batch=flags.batch,
+            context=flags.context,
+            gpu=flags.gpu,
+            only=flags.only,
+            rounds=flags.rounds,
+        )
     with refusals():
         if flags.save:
             check_target(flags.save, kind=KIND)

@@ -34,7 +34,7 @@ A wide expert-parallel decode engine for DeepSeek-style MLA mixture-of-experts m
 commands:
   bench      Measure parts of the engine on this machine; `serried bench --help` lists which.
   config     Print every setting, its value, and where it comes from.
-  doctor     Say which rank of a failed group stopped first, from the ranks' flight records.
+  doctor     Look at a machine or a group and say what will not work; or which rank of a failed group stopped first.
   eplb       Show how evenly experts are used in a recording, and what each placement policy would gain.
   generate   Decode prompts and print the text.
   plan       Say what a model needs on each rank, and what to run on so many GPUs, without loading it.

@@ -17,6 +17,7 @@ from . import (
     bench_kernels,
     bench_latency,
     bench_overlap,
+    bench_rank_slice,
     bench_serve,
     bench_sweep,
     bench_throughput,
@@ -76,6 +77,10 @@ COMMANDS = {
     "bench latency": Command(
         flags=bench_latency.LatencyFlags, run=bench_latency.run, about=bench_latency.ABOUT, starts_ranks=True
     ),
+    "bench rank-slice": Command(
+        flags=bench_rank_slice.RankSliceFlags, run=bench_rank_slice.run, about=bench_rank_slice.ABOUT
+    ),
+    "bench serve": Command(flags=bench_serve.ServeBenchFlags, run=bench_serve.run, about=bench_serve.ABOUT),
     "bench sweep": Command(
         flags=bench_sweep.SweepFlags, run=bench_sweep.run, about=bench_sweep.ABOUT, starts_ranks=True
     ),
@@ -86,8 +91,7 @@ COMMANDS = {
         starts_ranks=True,
     ),
     "config": Command(flags=config_show.ConfigFlags, run=config_show.run, about=config_show.ABOUT, wants_origins=True),
-    "bench serve": Command(flags=bench_serve.ServeBenchFlags, run=bench_serve.run, about=bench_serve.ABOUT),
-    "doctor": Command(flags=doctor.DoctorFlags, run=doctor.run, about=doctor.ABOUT),
+    "doctor": Command(flags=doctor.DoctorFlags, run=doctor.run, about=doctor.ABOUT, starts_ranks=True),
     "eplb": Command(flags=eplb.EplbFlags, run=eplb.run, about=eplb.ABOUT),
     "generate": Command(flags=generate.GenerateFlags, run=generate.run, about=generate.ABOUT, starts_ranks=True),
     "plan": Command(flags=plan.PlanFlags, run=plan.run, about=plan.ABOUT),

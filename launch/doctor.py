@@ -1,33 +1,42 @@
 """`serried doctor`: who stopped first, where, and what the others waited for, from the flight records of a group.
 
-Reads files and says what is in them; the judgement is `runtime.diagnosis`, the picture `last_steps`.
+Reads files and says what is in them; the judgement is `runtime.diagnosis`, the picture `last_steps`. Without files it
+looks at the machine and the group instead: `first_contact`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import tyro
 from rich.console import Console
 
 from runtime.diagnosis import Diagnosis, diagnose_records
 from runtime.flight import FlightRecord, read_flight
 from runtime.verdict import Phase, place_words
 
+from .first_contact import ContactFlags, look_around
+from .group import Start
 from .last_steps import Picture, join_ranks
 from .refusal import refusals
 
 ABOUT = """\
-Say which rank of a failed group stopped first, and where, from the flight records that its ranks left.
+Without files: look at this machine, or at a whole group under any launcher, and say what will not work, what that means
+and what to try. Takes under two minutes.
+With flight records: say which rank of a failed group stopped first, and where.
 
 Examples:
+  serried doctor
+  serried doctor --ranks 4 --device cpu
+  torchrun --standalone --nproc-per-node 8 -m launch doctor
   serried generate MODEL_FOLDER --ranks 4 --prompts requests.jsonl --flight-dir flight
   serried doctor flight
   serried doctor flight/flight-rank0.json flight/flight-rank3.json --steps 8
 
-The exit code is 1 when the answer is not certain: the records do not agree or hold no verdict. Of a folder with records
-of several runs the newest run counts.
+The exit code is 1 when a check failed, or when the answer is not certain: the records do not agree or hold no verdict.
+Of a folder with records of several runs the newest run counts.
 """
 
 DONE, FAILED = 0, 1
@@ -49,18 +58,22 @@ class DoctorFlags:
     """What `serried doctor` is told."""
 
     flight_files: tuple[Path, ...]
-    """Flight records of one group, or the folder they are in (--flight-dir of the run)."""
+    """Flight records of one group, or the folder they are in (--flight-dir of the run); none: look at the machine."""
 
     steps: int = 3
     """Steps that the timeline shows, the last ones."""
+
+    contact: tyro.conf.OmitArgPrefixes[ContactFlags] = field(default_factory=ContactFlags)
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps is {self.steps}; it must be at least 1, e.g. 3")
 
 
-def run(flags: DoctorFlags) -> int:
+def run(flags: DoctorFlags, start: Start) -> int:
     """Print the answer; returns 1 when it is not certain. Raises Refusal for files that are no flight records."""
+    if not flags.flight_files:
+        return look_around(flags.contact, start)
     with refusals():
         found = [read_flight(path) for path in find_files(flags.flight_files)]
         found, older = newest_run(found) if all(path.is_dir() for path in flags.flight_files) else (found, [])
@@ -77,9 +90,7 @@ def run(flags: DoctorFlags) -> int:
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
-    """The files that are meant: a folder stands for the records in it. Raises ValueError when there are none."""
-    if not paths:
-        raise ValueError("no flight records were given; name the files, or the run's --flight-dir, e.g. flight")
+    """The files that are meant: a folder stands for the records in it. Raises ValueError when it holds none."""
     files: list[Path] = []
     for path in paths:
         inside = sorted(path.glob(PATTERN)) if path.is_dir() else [path]

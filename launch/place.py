@@ -29,6 +29,7 @@ from runtime.gpu_health import GpuHealth, load_library
 from runtime.instruments import Instruments
 from runtime.kv_log import KvLog
 from runtime.mailbox import Mailbox
+from runtime.memory_check import memory_lines
 from runtime.node_share import NodePeers
 from runtime.outputs import Note
 from runtime.progress import OnProgress
@@ -203,9 +204,11 @@ class Place:
                 instruments=self.instruments,
             )
             parts.workers[0].decoder.self_test()
+            parts.workers[0].launcher.runner.prepare()
             self.times.mark("load")
             if on_facts is not None:
-                told = (*(parts.load.lines() if parts.load else ()), self.times.line(), *self._display.warnings)
+                told = (*(parts.load.lines() if parts.load else ()), self.times.line())
+                told = (*told, *memory_lines(parts.plan, self.settled.device), *self._display.warnings)
                 on_facts(GroupFacts(model=parts.model, plan=parts.plan, capacities=(), notes=(*parts.notes, *told)))
             if on_worker is not None:
                 on_worker(parts.workers[0])

@@ -23,7 +23,7 @@ from .checkpoint import TensorSource, open_checkpoint
 from .control import Control
 from .cost_group import group_of
 from .costs import ItlBudget, Operations, StepCosts
-from .decoder import Decoder
+from .decoder import Decoder, Through, as_they_are
 from .device_costs import read_device_costs
 from .dummy import DummyCheckpoint
 from .experts import Experts
@@ -38,8 +38,9 @@ from .node_share import NodePeers
 from .outputs import News, Note
 from .overlap import CostModel
 from .pages import PagePool
-from .part_times import NoParts
+from .part_times import NO_PARTS, NoParts
 from .progress import OnProgress, counted
+from .ranges import RANGES
 from .ranks import Inbox
 from .rebalance import build_rebalancer, widest
 from .recorder import Recorder, StampedTransport
@@ -47,12 +48,15 @@ from .refusals import check_drafts
 from .request import Request
 from .roofline import CostShape
 from .routing_record import open_recorder
+from .runner_choice import build_runner
 from .sampler_ops import sampler_ops
 from .scheduler import Drafter, Scheduler
 from .settling import Settled, full_step
 from .showing import NOT_SHOWN, NotShown
 from .startup import LoadReport
 from .straggler import StragglerState
+from .switch import Switch
+from .sync_guard import guard_of
 from .voice import Excuses, no_excuse
 from .weights import DecoderWeights, bytes_to_read, held_tensors, load_banks, load_shared, verify_held
 from .worker import Worker
@@ -109,13 +113,13 @@ def assemble(
     overlap = _overlap(settled)
     if on_plan is not None:
         on_plan(settled.plan)
-    source = _source(settled, turn=(peers.place, peers.size) if peers is not None else (0, 1))
+    source = weight_source(settled, turn=(peers.place, peers.size) if peers is not None else (0, 1))
     report = None
     if peers is not None:
         loaded = _load_with(peers, settled, source, on_progress)
         weights, report = [loaded.weights], loaded.report
     else:
-        weights = _load(settled, source, [seat.transport.rank for seat in seats], on_progress)
+        weights = load_ranks(settled, source, [seat.transport.rank for seat in seats], on_progress)
     budget = _budget(settled)
     if drafter is not None:
         drafter = partial(_guarded, drafter, settled.model.vocab_size)
@@ -128,6 +132,7 @@ def assemble(
             overlap=overlap,
             drafter=drafter,
             source=source,
+            ranks_here=len(seats),
             instruments=instruments or Instruments(),
         )
         for seat, held in zip(seats, weights, strict=True)
@@ -141,14 +146,15 @@ def assemble(
     )
 
 
-def _source(settled: Settled, *, turn: tuple[int, int]) -> TensorSource:
+def weight_source(settled: Settled, *, turn: tuple[int, int] = (0, 1)) -> TensorSource:
+    """Where weights come from; `turn` is (place, number) among processes that read together."""
     config = settled.config
     if config.load_format == "dummy":
         return DummyCheckpoint(settled.model, seed=config.seed)
     return open_checkpoint(config.model, settled.model, turn=turn)
 
 
-def _load(
+def load_ranks(
     settled: Settled, source: TensorSource, ranks: Sequence[int], on_progress: OnProgress | None
 ) -> list[DecoderWeights]:
     """One rank's weights after the other; every tensor that any rank holds is verified before the first is read."""
@@ -235,6 +241,7 @@ def _worker(
     overlap: OverlapState,
     drafter: Drafter | None,
     source: TensorSource,
+    ranks_here: int,
     instruments: Instruments,
 ) -> Worker:
     config, model, plan = settled.config, settled.model, settled.plan
@@ -246,17 +253,20 @@ def _worker(
     max_model_len = config.scheduler.max_model_len
     assert max_model_len is not None, "max_model_len is settled before workers are built"
     lanes = LANES[settled.device.type](settled.device)
+    recorder = RANGES[settled.device.type](recorder)
     transport = StampedTransport(LanedTransport(seat.transport, lanes), recorder)
-    decoder = _decoder(settled, weights, transport, timer=timer)
+    switch = Switch()
+    decoder = build_decoder(settled, weights, transport, through=switch.through, timer=timer)
     instruments.prepare(decoder.cache)
+    table = RequestTable(
+        config.scheduler.max_num_seqs, max_model_len, page_size=config.cache.block_size, device=settled.device
+    )
     return Worker(
         decoder=decoder,
         scheduler=Scheduler(config.scheduler, pool, prefix, drafter=drafter),
         pool=pool,
         prefix=prefix,
-        table=RequestTable(
-            config.scheduler.max_num_seqs, max_model_len, page_size=config.cache.block_size, device=settled.device
-        ),
+        table=table,
         transport=transport,
         control=seat.control,
         recorder=recorder,
@@ -274,6 +284,8 @@ def _worker(
         sampler=timed_sampler(sampler_ops(config.ops), timer),
         parts=timer,
         show=seat.show,
+        runner=build_runner(settled, decoder, table, switch=switch, timeline=seat.timeline, ranks_here=ranks_here),
+        guard=guard_of(settled.device, debug_sync=config.graphs.debug_sync),
     )
 
 
@@ -300,7 +312,15 @@ def _experts(settled: Settled, decoder: Decoder, transport: Transport, *, source
     )
 
 
-def _decoder(settled: Settled, weights: DecoderWeights, transport: Transport, *, timer: NoParts) -> Decoder:
+def build_decoder(
+    settled: Settled,
+    weights: DecoderWeights,
+    transport: Transport,
+    *,
+    through: Through = as_they_are,
+    timer: NoParts = NO_PARTS,
+) -> Decoder:
+    """One rank's model, its cache allocated."""
     config, model, plan = settled.config, settled.model, settled.plan
     cache = LatentCache(model.num_layers, plan.num_pages, config.cache.block_size, settled.cache_row, settled.device)
     exchange, tables, rank = None, {}, transport.rank
@@ -322,7 +342,7 @@ def _decoder(settled: Settled, weights: DecoderWeights, transport: Transport, *,
             num_tracks=config.overlap.most_tracks,
             topology=settled.topology,
             plan=settled.capacities,
-            ops=exchange_ops(config.ops),
+            ops=through("exchange", exchange_ops(config.ops)),
         )
     return Decoder(
         model,
@@ -335,4 +355,5 @@ def _decoder(settled: Settled, weights: DecoderWeights, transport: Transport, *,
         tell_experts=config.eplb.record_routing_tokens > 0,
         comm_sms=config.overlap.left_sms,
         parts=timer,
+        through=through,
     )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from attention_mla import PagedView, PageTable, Spans, TokenColumns
+from attention_mla.transfer import to_device
 
 from .ledger import Column
 from .prompt_logprobs import PromptPart, asked_parts, positions
@@ -70,7 +71,7 @@ class RequestTable:
         self.pages.write(slot, first, request.pages[first:end])
 
     def _write(self, slot: int, start: int, tokens: Sequence[int]) -> None:
-        self.tokens[slot, start : start + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        self.tokens[slot, start : start + len(tokens)] = to_device(np.array(tokens, dtype=np.int64), self.tokens.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from eplb.config import EplbConfig
 
 from .admission import at_least
 from .cadence import CadenceConfig
+from .graph_config import GraphConfig
 from .routing import RoutingConfig
 from .scheduler import SchedulerConfig
 from .straggler import StragglerConfig
@@ -121,6 +122,7 @@ class EngineConfig:
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     overlap: DboConfig = field(default_factory=DboConfig)
     eplb: EplbConfig = field(default_factory=EplbConfig)
+    graphs: GraphConfig = field(default_factory=GraphConfig)
 
     def __post_init__(self) -> None:
         at_least("ranks", self.ranks, 1, neighbour=1)

@@ -8,7 +8,7 @@ Shapes: T tokens here, B rows that get logits, D model, V vocabulary, L MoE laye
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,14 @@ from moe import MoeLayer, MoeOps, PlacementTable, moe_ops
 from .model_config import ModelConfig
 from .part_times import NO_PARTS, NoParts, Part
 from .weights import DecoderWeights, LayerWeights
+
+Through = Callable[[str, Any], Any]
+"""What is told (name, ops) of a room and returns them, or others in their place: for whoever times or cuts a step."""
+
+
+def as_they_are(_name: str, ops: Any) -> Any:
+    """The usual `Through`."""
+    return ops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +76,8 @@ class DecoderOutput:
 
     hidden_BD   the last layer's output where logits are wanted: what `Decoder.logits` takes
     counts_LE   int64: this rank's tokens routed to each expert, one row per MoE layer
-    num_pairs   (token, expert) pairs that this rank's own experts computed, all layers together
+    num_pairs   (token, expert) pairs that this rank's own experts computed, all layers together; on the device where
+                only it knows
     overflow    bool scalar, on the device: rows of this rank did not fit the exchange; None where all rows always do
     experts_LTK int64 experts of each token, -1 for a padded row; None where nobody asked for them
     fault       bool scalar, on the device: a rank was elsewhere in the program in this step or before; None where the
@@ -78,7 +87,7 @@ class DecoderOutput:
 
     hidden_BD: Tensor
     counts_LE: Tensor
-    num_pairs: int = 0
+    num_pairs: int | Tensor = 0
     overflow: Tensor | None = None
     experts_LTK: Tensor | None = None
     fault: Tensor | None = None
@@ -99,7 +108,7 @@ class Decoder:
 
     `weights` hold this rank's experts only; `exchange` reaches the others; `tables` say, by layer, where every expert
     sits. `tell_experts`: whether outputs say which experts each token visits. `comm_sms`: multiprocessors that kernels
-    leave to exchanges where tracks take turns. `parts` is told where time goes.
+    leave to exchanges where tracks take turns. Ops are handed `through` before use. `parts` is told where time goes.
     """
 
     def __init__(
@@ -115,6 +124,7 @@ class Decoder:
         tell_experts: bool = False,
         comm_sms: int = 0,
         parts: NoParts = NO_PARTS,
+        through: Through = as_they_are,
     ) -> None:
         self.model = model
         self.weights = weights
@@ -124,12 +134,14 @@ class Decoder:
         self._sent = ExchangeBytes(0, 0)
         self._tell_experts = tell_experts
         self._parts = parts
+        self._through = through
         self.tables = tables
         self._alone = self._computers(ops, rank=rank, comm_sms=0)
         self._beside_rows = self._computers(ops, rank=rank, comm_sms=comm_sms) if comm_sms else self._alone
 
     def _computers(self, ops: str, *, rank: int, comm_sms: int) -> _Computers:
-        attention, moe = attention_ops(ops, comm_sms=comm_sms), moe_ops(ops, comm_sms=comm_sms)
+        attention = self._through("attention", attention_ops(ops, comm_sms=comm_sms))
+        moe = self._through("moe", moe_ops(ops, comm_sms=comm_sms))
         model, exchange = self.model, self._exchange
         layers = {
             index: MoeLayer(model.moe, layer.moe, exchange=exchange, table=self.tables[index], rank=rank, ops=moe)
@@ -202,7 +214,7 @@ class Decoder:
         return DecoderOutput(
             hidden_BD=_rows_at(x_TD, update_TD, batch.logit_rows_B),
             counts_LE=counts_LE,
-            num_pairs=int(num_pairs),
+            num_pairs=num_pairs,
             overflow=overflow,
             experts_LTK=torch.stack(chosen) if chosen else None,
             fault=self._exchange.fault() if self._exchange is not None else None,
@@ -226,6 +238,16 @@ class Decoder:
         if batch.halves:
             yield
         return core(queries, layer.attention, config=config, cache=cache, layer=index, view=view, ops=ops, plan=plan)
+
+    def replays(self, step: int, sent: ExchangeBytes) -> None:
+        """Before a replay: which step it is, for the tags of its exchanges, and what they will put on the wire."""
+        if self._exchange is not None:
+            self._exchange.set_step(step)
+            self._sent = ExchangeBytes(self._sent.network + sent.network, self._sent.node + sent.node)
+
+    def attention_plan(self, view: PagedView) -> Any:
+        """What all layers share of a step whose attention is called one by one (see `switch`)."""
+        return self._alone.attention.plan(view, config=self.model.mla, dtype=self.dtype)
 
     def logits(self, x_BD: Tensor) -> Tensor:
         """[B, V] in the head's dtype, which is float32 or wider: 16-bit logits would tie where the model does not.

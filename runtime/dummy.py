@@ -1,7 +1,8 @@
 """Random weights without a file: the same numbers for a name and seed, whatever rank or run asks for them.
 
 Scaled so that activations and logits stay near unit size. A model whose config says fp8 gets fp8 where published files
-have it: in all linear layers but the head and the router.
+have it: in all linear layers but the head and the router. Numbers are drawn on the device where they go, each kind of
+device by its own generator.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class DummyCheckpoint:
                 self._draw_into(each.name, each.out)
 
     def _quantize_into(self, wanted: Wanted) -> None:
-        values, scale_inv = self._quantized(wanted.name, wanted.out.shape)
+        values, scale_inv = self._quantized(wanted.name, wanted.out.shape, wanted.out.device)
         if wanted.scale_inv is None:
             wanted.out.copy_(dequantize_blocks(values, scale_inv, wanted.out.dtype))
         else:
@@ -67,19 +68,20 @@ class DummyCheckpoint:
         if width == 0.0:
             out.fill_(1.0)
             return
-        generator = self._generator(name)
+        generator = self._generator(name, out.device)
         rows = max(_PIECE // max(math.prod(out.shape[1:]), 1), 1)
         for part in out.split(rows):
-            part.copy_(torch.empty(part.shape, dtype=torch.float32).uniform_(-width, width, generator=generator))
+            drawn = torch.empty(part.shape, dtype=torch.float32, device=out.device)
+            part.copy_(drawn.uniform_(-width, width, generator=generator))
 
-    def _quantized(self, name: str, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    def _quantized(self, name: str, shape: torch.Size, device: torch.device) -> tuple[Tensor, Tensor]:
         width = _width(name, shape)
-        drawn = torch.empty(shape, dtype=torch.float32).uniform_(-width, width, generator=self._generator(name))
-        return quantize_blocks(drawn)
+        drawn = torch.empty(shape, dtype=torch.float32, device=device)
+        return quantize_blocks(drawn.uniform_(-width, width, generator=self._generator(name, device)))
 
-    def _generator(self, name: str) -> torch.Generator:
+    def _generator(self, name: str, device: torch.device) -> torch.Generator:
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def _width(name: str, shape: torch.Size | Shape) -> float:

@@ -52,14 +52,16 @@ class InFlight:
         """One more was launched."""
         self.unread.append(step)
 
-    def read(self) -> None:
-        """Wait for the oldest step that is not read."""
+    def read(self) -> Launched:
+        """Wait for the oldest step that is not read, and return it."""
         step = self.unread.popleft()
         clean_so_far = self.last_clean == self.last_read
         self.last_read = step.plan.step
         if not self._has_overflowed(step) and clean_so_far:
             self.last_clean = step.plan.step
-        self.unfinished.append(ReadStep(launched=step, samples=read_rows(step.rows, step.sampled)))
+        samples = read_rows(step.rows, step.sampled, step.tokens())
+        self.unfinished.append(ReadStep(launched=step, samples=samples))
+        return step
 
     def take_clean(self, clean: int) -> list[ReadStep]:
         """Those up to step `clean`, oldest first; they are in flight no more."""
@@ -80,7 +82,7 @@ class InFlight:
         return steps
 
     def _has_overflowed(self, step: Launched) -> bool:
-        """Waits for the device."""
-        overflowed = step.overflow is not None and bool(step.overflow)
+        """Waits for the step, and not for what the device was given since."""
+        overflowed = step.overflowed()
         self.num_overflows += overflowed
         return overflowed

@@ -10,25 +10,40 @@ Shapes: T tokens here, B sampled positions, D model, L MoE layers, E experts, K 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from dbo import UNTIMED, DboConfig, Untimed, drive
+from dbo import UNTIMED, DboConfig, Untimed
 from ep import Terms
 
-from .batch import RequestTable, StepBatch
-from .decoder import Decoder, DecoderOutput, TrackInput
+from .batch import RequestTable
+from .decoder import Decoder, DecoderOutput
 from .heartbeat import StepPlan
 from .prompt_logprobs import PromptLogprobs, look_up
+from .readback import Readback, read_back
 from .recorder import Recorder
 from .rows import Rows
+from .runner import EagerRunner, Ran, Runner
 from .sampler import Sampled
 from .sampler_ops import SamplerOps, sampler_ops
-from .samples import sample_rows
-from .tracks import cut_rows, join_outputs
+from .samples import sample_rows, tokens_of
+from .sync_guard import Guard, NoGuard
 from .verdict import Phase
+
+
+class OnHost(NamedTuple):
+    """Tensors of a step on their way to the host, by name."""
+
+    names: tuple[str, ...]
+    back: Readback
+
+    def wait(self, name: str) -> Tensor | None:
+        """One of them, once all are there; None where the step has no such thing."""
+        return self.back.wait()[self.names.index(name)] if name in self.names else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +51,10 @@ class Launched:
     """A step on the device.
 
     terms       of each track's exchanges
+    host        the sampled tokens, flags of overflow and fault, and the number of pairs, on their way to the host
     rows        in the order in which they were sampled
     sampled     None where no row samples
-    counts_LE   see `decoder.DecoderOutput`, as are num_pairs, overflow, experts_LTK and fault
+    counts_LE   see `decoder.DecoderOutput`, as is experts_LTK
     own_us      microseconds that this rank spent on it without waiting for others
     waited_us   those that it waited
     prompts     what was asked of prompts, None for nothing
@@ -49,13 +65,31 @@ class Launched:
     rows: Rows
     sampled: Sampled | None
     counts_LE: Tensor
-    num_pairs: int
-    overflow: Tensor | None
+    host: OnHost
     own_us: int
     waited_us: int
     experts_LTK: Tensor | None = None
-    fault: Tensor | None = None
     prompts: PromptLogprobs | None = None
+
+    def tokens(self) -> list[int]:
+        """What was sampled, see `samples.tokens_of`. Waits for this step, and for none after it."""
+        tokens_B = self.host.wait("tokens")
+        return [] if tokens_B is None else tokens_B.tolist()
+
+    def overflowed(self) -> bool:
+        """Whether rows of this rank were left behind. Waits alike."""
+        flag = self.host.wait("overflow")
+        return flag is not None and bool(flag)
+
+    def faulty(self) -> bool:
+        """Whether a rank was elsewhere in the program in this step or before. Waits alike."""
+        flag = self.host.wait("fault")
+        return flag is not None and bool(flag)
+
+    def num_pairs(self) -> int:
+        """(token, expert) pairs that this rank's own experts computed, all layers together. Waits alike."""
+        pairs = self.host.wait("pairs")
+        return 0 if pairs is None else int(pairs)
 
 
 class Launcher:
@@ -73,21 +107,26 @@ class Launcher:
         overlap: DboConfig,
         timeline: Untimed = UNTIMED,
         sampler: SamplerOps | None = None,
+        runner: Runner | None = None,
+        guard: Guard | None = None,
     ) -> None:
-        """sampler: None, in torch."""
+        """sampler: None, in torch. runner: None, kernel by kernel. guard: None, steps may make the host wait."""
         self._decoder = decoder
         self._table = table
         self._recorder = recorder
-        self._staggered = overlap.dbo_order == "staggered"
         self._timeline = timeline
         self._sampler = sampler or sampler_ops("reference")
+        self._guard = guard or NoGuard()
+        staggered = overlap.dbo_order == "staggered"
+        self.runner = runner or EagerRunner(decoder, table, staggered=staggered, timeline=timeline)
 
     def launch(self, rows: Rows, plan: StepPlan) -> Launched:
         """A step for the first time."""
         self._recorder.stamp(Phase.LAUNCH, plan.step)
         traced = self._timeline.now()
-        terms = Terms(bucket=plan.track_tokens, level=plan.capacity_level)
-        launched = self._put(rows, plan, terms, sampling=lambda: self._recorder.stamp(Phase.SAMPLE, plan.step))
+        terms = Terms(bucket=self.runner.bucket(plan), level=plan.capacity_level)
+        with self._guard.step():
+            launched = self._put(rows, plan, terms, sampling=lambda: self._recorder.stamp(Phase.SAMPLE, plan.step))
         self._timeline.add("step", 0, f"step {plan.step}", traced)
         return launched
 
@@ -101,64 +140,35 @@ class Launcher:
     def _put(self, rows: Rows, plan: StepPlan, terms: Terms, *, sampling: Callable[[], None]) -> Launched:
         """The layers, then the sampler; `sampling` is called between them."""
         begin = self._recorder.waited_ns, time.monotonic_ns()
-        batches, out = self._forward(rows, terms, plan)
+        ran = self.runner.forward(rows, terms, plan)
         sampling()
-        sampled = self._sample(out.hidden_BD, batches)
+        sampled = self._sample(ran)
         prompts = None
-        if out.prompt_PD is not None:
-            parts = [part for batch in batches for part in batch.prompts]
-            prompts = look_up(parts, out.prompt_PD, head=self._decoder.logits)
+        if ran.out.prompt_PD is not None:
+            prompts = look_up(ran.prompts, ran.out.prompt_PD, head=self._decoder.logits)
         own_us, waited_us = self._times_us(*begin)
+        out = ran.out
         return Launched(
             plan=plan,
             terms=terms,
-            rows=_rows_of(batches),
+            rows=ran.rows,
             sampled=sampled,
             counts_LE=out.counts_LE,
-            num_pairs=out.num_pairs,
-            overflow=out.overflow,
+            host=_on_host(sampled, out),
             experts_LTK=out.experts_LTK,
-            fault=out.fault,
             prompts=prompts,
             own_us=own_us,
             waited_us=waited_us,
         )
 
-    def _forward(self, rows: Rows, terms: Terms, plan: StepPlan) -> tuple[list[StepBatch], DecoderOutput]:
-        """The layers over all rows, in as many tracks as the plan says; a batch a track, which are sampled in order."""
-        cut = plan.tracks > 1
-        batches = [StepBatch.build(part, self._table) for part in cut_rows(rows, plan.tracks)]
-        tracks = [
-            self._decoder.stages(self._track_input(batch, terms, step=plan.step, track=track, cut=cut))
-            for track, batch in enumerate(batches)
-        ]
-        outputs = drive(tracks, lead=int(cut and self._staggered), timeline=self._timeline)
-        return batches, join_outputs(outputs)
-
-    def _track_input(self, batch: StepBatch, terms: Terms, *, step: int, track: int, cut: bool) -> TrackInput:
-        return TrackInput(
-            tokens_T=self._table.tokens[batch.view.slots_T, batch.view.positions_T],
-            view=batch.view,
-            logit_rows_B=batch.logit_rows_B,
-            step=step,
-            track=track,
-            terms=terms,
-            halves=cut and self._staggered,
-            cut=cut,
-            prompt_rows_P=batch.prompt_rows_P,
-        )
-
-    def _sample(self, hidden_BD: Tensor, batches: Sequence[StepBatch]) -> Sampled | None:
+    def _sample(self, ran: Ran) -> Sampled | None:
         """Choose the next tokens and put them where the next step will find them."""
-        if not len(hidden_BD):
+        if not len(ran.out.hidden_BD):
             return None
-        logits_BV = self._decoder.logits(hidden_BD)
+        logits_BV = self._decoder.logits(ran.out.hidden_BD)
         tokens = self._table.tokens
-        sampled = self._sampler.choose(logits_BV, sample_rows(_rows_of(batches)), tokens)
-        for batch, token_B in zip(
-            batches, sampled.token_B.split([len(batch.slots_B) for batch in batches]), strict=True
-        ):
-            tokens[batch.slots_B, batch.positions_B] = token_B
+        sampled = self._sampler.choose(logits_BV, sample_rows(ran.rows), tokens)
+        tokens[ran.slots_B, ran.positions_B] = sampled.token_B
         return sampled
 
     def _times_us(self, waited_ns: int, since_ns: int) -> tuple[int, int]:
@@ -167,5 +177,10 @@ class Launcher:
         return max(time.monotonic_ns() - since_ns - waited, 0) // 1000, waited // 1000
 
 
-def _rows_of(batches: Sequence[StepBatch]) -> Rows:
-    return Rows.joined([batch.rows for batch in batches])
+def _on_host(sampled: Sampled | None, out: DecoderOutput) -> OnHost:
+    """What the host reads of a step."""
+    wanted = {} if sampled is None else {"tokens": tokens_of(sampled)}
+    flags = {"overflow": out.overflow, "fault": out.fault}
+    wanted |= {name: flag for name, flag in flags.items() if flag is not None}
+    wanted["pairs"] = torch.as_tensor(out.num_pairs)
+    return OnHost(tuple(wanted), read_back(list(wanted.values()), out.hidden_BD.device))

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention_mla.transfer import to_device
+
 from .philox import uniform
 from .sampling_params import MAX_INT32, SamplingParams
 
@@ -240,7 +242,7 @@ def _draw(members: Sequence[SampleRow], ranking: Ranking, device: torch.device |
     top_ks = [each.top_k if each.top_k > 0 else MAX_INT32 for each in params]
     min_ps = [each.min_p for each in params]
     return Draw(
-        random_n=torch.from_numpy(random_n).to(device),
+        random_n=to_device(random_n, device),
         temperature_n1=_column([each.temperature for each in params], device),
         min_p_n1=_column(min_ps, device) if any(min_ps) else None,
         top_k_n1=int_column(top_ks, device)[:, None],
@@ -252,12 +254,12 @@ def _draw(members: Sequence[SampleRow], ranking: Ranking, device: torch.device |
 
 def int_column(values: Sequence[int], device: torch.device | str) -> Tensor:
     """int64 [n]; by way of numpy, which reads a list several times as fast as torch does."""
-    return torch.from_numpy(np.array(values, dtype=np.int64)).to(device)
+    return to_device(np.array(values, dtype=np.int64), device)
 
 
 def _column(values: Sequence[float], device: torch.device | str) -> Tensor:
     """float64 [n, 1]."""
-    return torch.from_numpy(np.array(values, dtype=np.float64)).to(device)[:, None]
+    return to_device(np.array(values, dtype=np.float64), device)[:, None]
 
 
 def logprob_groups(

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention_mla.transfer import to_device
+
 from .sampler_batch import Entries, SampleRow, entries_of, int_column, masked_ids
 from .sampling_params import MAX_INT32
 
@@ -75,7 +77,7 @@ class SamplerTable:
         masked = [(n, token, -torch.inf) for n, row in asking for token in sorted(masked_ids(row))]
         return cls(
             columns=_columns(rows, num_rows, device),
-            plain_n=torch.from_numpy(others).to(device),
+            plain_n=to_device(others, device),
             edited_n=int_column(edited, device),
             bias=entries_of(biases, device),
             penalties=_penalties(members, device),
@@ -96,7 +98,7 @@ def _columns(rows: Mapping[int, SampleRow], num_rows: int, device: torch.device 
         ints_KB[:, place] = top_k, 0, row.position, row.choice_index
         seeds_B[place] = row.seed
         floats_KB[:, place] = 0.0 if params.is_greedy else params.temperature, params.top_p, params.min_p
-    return Columns(ints_KB=torch.from_numpy(ints_KB).to(device), floats_KB=torch.from_numpy(floats_KB).to(device))
+    return Columns(ints_KB=to_device(ints_KB, device), floats_KB=to_device(floats_KB, device))
 
 
 def _penalties(members: Sequence[SampleRow | None], device: torch.device | str) -> PenaltyColumns | None:
@@ -111,7 +113,7 @@ def _penalties(members: Sequence[SampleRow | None], device: torch.device | str) 
             ints_KN[:, n] = row.slot, row.position, row.prompt_len
             floats_KN[:, n] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
     return PenaltyColumns(
-        ints_KN=torch.from_numpy(ints_KN).to(device),
-        floats_KN=torch.from_numpy(floats_KN).to(device),
+        ints_KN=to_device(ints_KN, device),
+        floats_KN=to_device(floats_KN, device),
         history_len=int(ints_KN[1].max()),
     )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from .outputs import TokenLogprob
 from .request import Request
 from .rows import FAILED_TOKEN, Rows, Samples
@@ -37,11 +39,18 @@ def _sample_row(request: Request, position: int) -> SampleRow:
     )
 
 
-def read_rows(rows: Rows, sampled: Sampled | None) -> Samples:
-    """Wait for the device and bring what it sampled to the host; None is read as nothing."""
+def tokens_of(sampled: Sampled) -> Tensor:
+    """int64 [B]: each sampled token, or FAILED_TOKEN."""
+    return sampled.token_B.where(sampled.ok_B, FAILED_TOKEN)
+
+
+def read_rows(rows: Rows, sampled: Sampled | None, tokens: Sequence[int]) -> Samples:
+    """What a step sampled, on the host: `tokens` are `tokens_of` it, there already; without samples, nothing.
+
+    Waits for the device where log-probabilities were asked for.
+    """
     if sampled is None:
         return Samples()
-    tokens = sampled.token_B.where(sampled.ok_B, FAILED_TOKEN).cpu().numpy().tolist()
     wanted = {
         index: num_top
         for index in rows.asks_B.nonzero()[0].tolist()

@@ -64,6 +64,8 @@ class ThreadRanks:
             on_progress=on_progress,
             instruments=instruments,
         )
+        for worker in self._parts.workers:
+            worker.launcher.runner.prepare()
         self.facts = GroupFacts(
             model=self._parts.model,
             plan=self._parts.plan,

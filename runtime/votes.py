@@ -38,7 +38,8 @@ class Vote(NamedTuple):
     drain                    wish: take no new request, finish those that are here
     compute_us               time of the last step that this rank spent on its own work
     exchange_us              time that it waited for exchanges in that step
-    expert_pairs             (token, expert) pairs that this rank's experts computed in that step, all layers together
+    expert_pairs             (token, expert) pairs that this rank's experts computed in that step, all layers together;
+                             where the host does not know yet, in the step read last
     decode_row               tokens of the longest proposed row that only decodes; 0 where nobody asks (see `overlap`)
     prefill_row              tokens of the longest other proposed row; likewise
     migration_ready          switches of experts made, and one more where all that the next needs has arrived; below 0 a

@@ -41,10 +41,12 @@ from .prompt_logprobs import keep
 from .ranks import Admit, Inbox, Wish
 from .recorder import Recorder
 from .rows import Proposal
+from .runner import Runner
 from .sampler_ops import SamplerOps
 from .scheduler import Scheduler
 from .showing import NOT_SHOWN, NotShown
 from .straggler import StragglerState, watch
+from .sync_guard import Guard
 from .telemetry import RankStats, StepCounters
 from .verdict import Phase
 from .voice import Excuses, Voice, no_excuse
@@ -84,6 +86,8 @@ class Worker:
         sampler: SamplerOps | None = None,
         parts: NoParts = NO_PARTS,
         show: NotShown = NOT_SHOWN,
+        runner: Runner | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self.decoder = decoder
         self.scheduler = scheduler
@@ -101,6 +105,7 @@ class Worker:
         self.compute_us = 0
         self.exchange_us = 0
         self.expert_pairs = 0
+        self.pairs_read = 0
         self.async_depth = async_depth
         self.config_hash = config_hash
         self.experts = experts
@@ -117,6 +122,8 @@ class Worker:
             overlap=state.overlap.config,
             timeline=timeline,
             sampler=sampler,
+            runner=runner,
+            guard=guard,
         )
         self.in_flight = InFlight()
         self.counters = StepCounters()
@@ -164,7 +171,7 @@ class Worker:
             self.watch.committed(rows)
         launched = self.launcher.launch(rows, plan)
         self.compute_us, self.exchange_us = launched.own_us, launched.waited_us
-        self.expert_pairs = launched.num_pairs
+        self.expert_pairs = launched.num_pairs() if launched.host.back.is_done() else self.pairs_read
         self.in_flight.add(launched)
         self.counters.launched(rows)
         self.parts.ran(plan.step, rows, tracks=plan.tracks)
@@ -295,9 +302,9 @@ class Worker:
         """Read steps until only `depth` are not; where nothing can be left behind they are clean, and finished."""
         while len(self.in_flight.unread) > depth:
             self.recorder.stamp(Phase.READ, self.sequence - 1)  # still the step that was agreed last
-            fault = self.in_flight.unread[0].fault
-            self.in_flight.read()
-            if fault is not None and bool(fault):
+            step = self.in_flight.read()
+            self.pairs_read = step.num_pairs()
+            if step.faulty():
                 self.decoder.check_faults()
         if not self.may_overflow:
             self._finish_up_to(self.in_flight.last_clean)

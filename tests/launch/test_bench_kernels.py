@@ -13,8 +13,11 @@ import torch
 from launch import bench_kernels
 from launch.bench_kernels import DEVICE, rate_table
 from launch.commands import REFUSED, run_command
+from launch.gpu_kernels import ranks_of, tell
 from runtime.hardware import read_hardware
 from runtime.kernel_bench import Rate, Sizes
+from runtime.kernel_times import CaseTime
+from runtime.model_config import read_model_config
 from runtime.rate_bench import RateSizes
 from runtime.rates import read_rates
 
@@ -82,3 +85,23 @@ def test_the_table_has_a_line_for_each_piece_of_work():
     rate = Rate(name="copy", unit="B/s", peak="memory_bytes_per_s", per_s=24.46e9, spread=0.042, rounds=3)
     cells = [list(column.cells) for column in rate_table([rate, replace(rate, peak="")]).columns]
     assert cells == [["copy"] * 2, ["24.5 GB/s"] * 2, ["4.2%"] * 2, ["memory_bytes_per_s", ""]]
+
+
+def test_without_a_gpu_none_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run_command("bench", ["kernels", "--device", "cuda"]) == REFUSED
+    assert "torch sees no CUDA device" in capsys.readouterr().err
+
+
+def test_a_models_experts_are_shared_only_where_there_are_enough():
+    assert ranks_of(read_model_config("profiles/models/deepseek-v3.json"), 32) == 32
+    assert ranks_of(read_model_config("profiles/models/deepseek-v2-lite.json"), 32) == 1
+    assert ranks_of(read_model_config("profiles/models/deepseek-v2-lite.json"), 8) == 8
+
+
+def test_gpu_times_are_told_beside_rooflines(capsys: pytest.CaptureFixture[str]):
+    time = CaseTime(title="experts", us=200.0, spread_us=3.0, roof_us=80.0, published_us=124.0)
+    tell([time], read_hardware("profiles/hardware/h200.toml"), settings="few")
+    out = capsys.readouterr().out
+    assert "40%" in out
+    assert json.loads(out.splitlines()[-1])["kernels"][0]["published_us"] == 124.0

@@ -178,7 +178,6 @@ def test_what_is_not_there_is_refused_in_words(tmp_path, capsys):
     assert f"{tmp_path}: holds no flight-rank*.json" in capsys.readouterr().err
     assert main(["doctor", str(tmp_path / "none.json")]) == 2
     assert "none.json: No such file or directory" in capsys.readouterr().err
-    assert main(["doctor"]) == 2
     assert main(["doctor", str(tmp_path), "--steps", "0"]) == 2
     assert "steps is 0; it must be at least 1" in capsys.readouterr().err
 

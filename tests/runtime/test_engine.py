@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +13,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import runtime.assembly
-import runtime.launcher
+import runtime.runner
 from dbo import drive
 from ep import RequestError, SerriedError
 from runtime import Engine, EngineConfig, FinishReason, SamplingParams
-from runtime.batch import StepBatch
 from runtime.launcher import Launcher
+from runtime.runner import Ran
 from runtime.worker import Worker
 from tests.runtime.mixes import SMALL_V3, Ask, Settings, engine_config, run_mix
 
@@ -181,11 +180,11 @@ def test_a_float64_run_holds_nothing_narrower(small_v3: Path, monkeypatch: pytes
         with OnlyFloat64():
             return drive(tracks, **how)
 
-    def watched_sample(launcher: Launcher, hidden: torch.Tensor, batches: Sequence[StepBatch]):
+    def watched_sample(launcher: Launcher, ran: Ran):
         with OnlyFloat64():
-            return plain_sample(launcher, hidden, batches)
+            return plain_sample(launcher, ran)
 
-    monkeypatch.setattr(runtime.launcher, "drive", watched_drive)
+    monkeypatch.setattr(runtime.runner, "drive", watched_drive)
     monkeypatch.setattr(Launcher, "_sample", watched_sample)
     params = SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.1, seed=1, max_tokens=5, logprobs=2)
     asks = [Ask(prompt=tuple(range(2, 2 + n)), params=params) for n in (1, 40)]

@@ -10,21 +10,22 @@ import torch
 from ep import Terms
 from runtime.heartbeat import HeartbeatState, Vote, decide
 from runtime.in_flight import InFlight
-from runtime.launcher import Launched
+from runtime.launcher import Launched, OnHost
+from runtime.readback import HereAlready
 from runtime.rows import Rows
 
 
 def launched(step: int, overflow: bool | None) -> Launched:
     """A step without rows. overflow: None where nothing can be left behind."""
     plan, _ = decide([Vote(sequence=step, epoch=0, config_hash=0, decode_tokens=3, unfinished=1)], HeartbeatState())
+    flags = {} if overflow is None else {"overflow": torch.tensor(overflow)}
     return Launched(
         plan=plan,
         terms=Terms(bucket=plan.bucket),
         rows=Rows.of(()),
         sampled=None,
         counts_LE=torch.zeros(0, 0, dtype=torch.int64),
-        num_pairs=0,
-        overflow=None if overflow is None else torch.tensor(overflow),
+        host=OnHost(tuple(flags), HereAlready(list(flags.values()))),
         own_us=0,
         waited_us=0,
     )

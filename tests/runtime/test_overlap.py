@@ -12,18 +12,17 @@ import pytest
 import torch
 
 import runtime.decoder
-import runtime.launcher
 from attention_mla import attention_ops
 from dbo import Choice, OverlapState, most_tokens
 from dbo.policy import DboConfig, Need, Taken
 from moe import moe_ops
 from runtime import Engine, SamplingParams
-from runtime.batch import StepBatch
 from runtime.hardware import Hardware
 from runtime.heartbeat import HeartbeatState, decide
 from runtime.overlap import comm_share, longest_rows, need_of, taken_of, uncut_words
 from runtime.request import Request
 from runtime.rows import Proposal, Row, Rows
+from runtime.runner import EagerRunner
 from runtime.tracks import cut_rows
 from runtime.votes import Vote
 from tests.runtime.mixes import Ask, Settings, engine_config, run_mix
@@ -64,16 +63,14 @@ class Seen:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tokens: dict[int, list[list[int]]] = {}
         self.bounds: dict[int, int] = {}
-        plain_input = runtime.launcher.Launcher._track_input
+        plain_drive = EagerRunner.drive
 
-        def track_input(launcher, batch: StepBatch, terms, *, step: int, track: int, **how: bool):
-            if track == 0:
-                self.tokens.setdefault(step, []).append([])
-            self.tokens[step][-1].append(sum(row.num_tokens for row in batch.rows))
+        def drive(runner, tracks, terms, *, step: int):
+            self.tokens.setdefault(step, []).append([view.num_tokens for view, _ in tracks])
             self.bounds[step] = terms.bucket
-            return plain_input(launcher, batch, terms, step=step, track=track, **how)
+            return plain_drive(runner, tracks, terms, step=step)
 
-        monkeypatch.setattr(runtime.launcher.Launcher, "_track_input", track_input)
+        monkeypatch.setattr(EagerRunner, "drive", drive)
 
 
 def test_all_ranks_cut_every_step_into_as_many_tracks_none_fuller_than_agreed(

@@ -6,7 +6,7 @@ import torch
 from runtime.request import Request
 from runtime.rows import FAILED_TOKEN, Row, Rows, SampledRow
 from runtime.sampler import Sampled
-from runtime.samples import TokenLogprob, read_rows, sample_rows
+from runtime.samples import TokenLogprob, read_rows, sample_rows, tokens_of
 from runtime.sampling_params import SamplingParams
 
 
@@ -68,7 +68,7 @@ def test_each_row_reads_its_own_samples_and_a_failed_one_says_so():
         top_ids_BK=torch.tensor([[8, 1], [4, 1], [-1, -1]]),
         top_logprobs_BK=torch.tensor([[-1.0, -5.0], [-0.5, -5.0], [-9.0, -9.0]]),
     )
-    read = read_rows(rows, sampled)
+    read = read_rows(rows, sampled, tokens_of(sampled).tolist())
     first, none, failed = (read.row(rows, index) for index in range(3))
     assert first == SampledRow((8, 9), [TokenLogprob(8, -1.0, {8: -1.0}), TokenLogprob(9, -2.0, {4: -0.5})])
     assert none == SampledRow(())
@@ -77,4 +77,4 @@ def test_each_row_reads_its_own_samples_and_a_failed_one_says_so():
 
 def test_a_step_that_samples_nothing_is_read_as_nothing():
     rows = Rows.of([Row(request("a"), 0, 2, 0, False)])
-    assert read_rows(rows, None).row(rows, 0) == SampledRow(())
+    assert read_rows(rows, None, []).row(rows, 0) == SampledRow(())

@@ -1,0 +1,103 @@
+"""One GPU: tokens of graphs, of kernels one by one and of torch; NCCL with itself, captured; ranks as threads.
+
+Nobody has run these: there was no GPU where they were written. On a CPU the same is tested with a pretend device
+(`tests/runtime/test_graphs.py`) and over gloo (`tests/multi_gpu`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ep.torch_dist import open_store, open_torch_dist
+from launch.first_contact import decoded, reference_tokens, tiny_config
+from runtime import Engine, SamplingParams
+from runtime.checkup import Outcome, look
+from runtime.graph_device import CudaGraphs, Recording
+from runtime.graphs import GraphRunner
+from runtime.group_checks import Bench, group_checks, kernel_checks
+from runtime.kernel_case import CaseSize
+from runtime.model_config import read_model_config
+from runtime.rank_slice import RankSlice
+from runtime.slice_config import SliceConfig
+from runtime.stages import STAND_IN, by_stage
+from runtime.thread_ranks import ThreadRanks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(300)]
+CUDA = torch.device("cuda")
+PROMPTS = ([5, 6, 7, 400], [11], [9] * 40)
+
+
+def tokens_of(config: Any, *, steps: int = 24) -> tuple[list[list[int]], Any]:
+    """Greedy tokens, and the runner of rank 0."""
+    ranks = ThreadRanks(config, drafter=None, on_plan=None, on_progress=None)
+    with Engine(config, ranks=ranks) as engine:
+        outputs = engine.generate([*PROMPTS], SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True))
+    return [list(output.token_ids) for output in outputs], ranks.workers[0].launcher.runner
+
+
+def test_graphs_kernels_and_torch_decode_the_same_tokens():
+    wanted = reference_tokens()
+    assert decoded(CUDA, "reference") == wanted
+    assert decoded(CUDA, "triton") == wanted
+    assert decoded(CUDA, "triton", eager=False) == wanted
+
+
+def test_warm_steps_neither_wait_nor_allocate():
+    config = tiny_config("cuda", "triton", eager=False)
+    _, runner = tokens_of(replace(config, graphs=replace(config.graphs, debug_sync=True)), steps=64)
+    assert isinstance(runner, GraphRunner)
+    assert runner.num_eager == 0
+
+
+def test_two_ranks_as_threads_of_one_gpu_decode_what_one_rank_does():
+    config = tiny_config("cuda", "triton")
+    assert tokens_of(replace(config, ranks=2))[0] == tokens_of(config)[0]
+
+
+def test_a_planted_item_ends_the_recording():
+    x = torch.ones(4, device=CUDA)
+    graphs = CudaGraphs(CUDA)
+    with graphs.lane(), pytest.raises(RuntimeError):
+        Recording(graphs).record(lambda: x.sum().item(), None)
+
+
+@contextmanager
+def alone_over_nccl() -> Iterator[Any]:
+    with closing(
+        open_torch_dist(
+            rank=0, size=1, backend="nccl", store=open_store("", None, rank=0, size=1), device=torch.device("cuda", 0)
+        )
+    ) as transport:
+        yield transport
+
+
+def test_nccl_with_itself_passes_every_check_captured_and_not():
+    with alone_over_nccl() as transport:
+        bench = Bench(transport=transport, device=CUDA, ops="triton", graphs=lambda: CudaGraphs(CUDA))
+        findings = [look(check) for check in group_checks(bench)]
+    assert [each for each in findings if each.outcome is not Outcome.OK] == []
+    assert sum("captured" in each.name for each in findings) == 4
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v2-lite"])
+def test_every_kernel_agrees_with_torch_at_the_size_of_a_real_model(name):
+    model = read_model_config(f"profiles/models/{name}.json")
+    size = CaseSize(ranks=32 if name == "deepseek-v3" else 1)
+    findings = map(look, kernel_checks(model, size, name=name, device=CUDA, dtype=torch.bfloat16))
+    assert [each for each in findings if each.outcome is not Outcome.OK] == []
+
+
+def test_a_slice_of_v3_runs_under_a_graph_whose_parts_add_up_to_its_step():
+    """The host gap: what of a step is in no stage, at batch 128."""
+    built = RankSlice(SliceConfig(model="profiles/models/deepseek-v3.json", layers=4, steps=10))
+    assert built.captured
+    times = built.measure(128)
+    stages = by_stage(times.intervals)
+    assert stages.pop(STAND_IN) > 0
+    assert sum(each.us for each in times.intervals) == pytest.approx(times.step_us, rel=0.1)
