@@ -14,11 +14,13 @@ from torch.nn import functional
 
 from .cache import LatentCache
 from .config import MlaConfig
-from .latent_rows import Latents
+from .latent_rows import LatentRows, Latents
 from .matrix import Matrix, Rows, plain
 from .norm import rms_norm
-from .reference import Queries, absorbed_attention, naive_attention
+from .packed import PackedHeads, PackedLinear
+from .reference import Queries, absorbed_attention, latent_attention, naive_attention
 from .rope import Rotation, rotate
+from .splits import DecodeRows
 from .triton_ops import TritonOps, import_kernels
 from .view import PagedView
 from .weights import MlaWeights
@@ -122,11 +124,16 @@ class ReferenceOps:
         over = {"latents": cache.rows(layer), "softmax_scale": config.softmax_scale}
         rows = view.decode
         if rows.num_rows:
-            heads_RHV = absorbed_attention(queries.take(rows.tokens_R), weights, rows=rows, **over)
+            heads_RHV = self._absorbed(queries.take(rows.tokens_R), weights, rows=rows, **over)
             out_THV.index_copy_(0, rows.tokens_R, heads_RHV)
         for prompt in view.prompts:
             part = queries.part(prompt.tokens)
             out_THV[prompt.tokens] = naive_attention(part, weights, prompt=prompt, **over)
+
+    def _absorbed(
+        self, own: Queries, weights: MlaWeights, *, latents: LatentRows, rows: DecodeRows, softmax_scale: float
+    ) -> Tensor:
+        return absorbed_attention(own, weights, latents=latents, rows=rows, softmax_scale=softmax_scale)
 
     def linear(self, x: Rows, matrix: Matrix) -> Tensor:
         return functional.linear(plain(x), plain(matrix))
@@ -154,8 +161,27 @@ class ReferenceOps:
         return sum_TD, rms_norm(sum_TD, weight_D, eps)
 
 
+class OneDnnOps(ReferenceOps):
+    """In torch on a CPU, in bf16, with weights in the layout that oneDNN's matmuls read."""
+
+    def __init__(self, *, comm_sms: int = 0) -> None:
+        super().__init__(comm_sms=comm_sms)
+        self._linear = PackedLinear()
+        self._heads = PackedHeads()
+
+    def _absorbed(
+        self, own: Queries, weights: MlaWeights, *, latents: LatentRows, rows: DecodeRows, softmax_scale: float
+    ) -> Tensor:
+        absorbed_RHC = self._heads.absorb(own.nope_THN, weights)
+        mean_RHC = latent_attention(absorbed_RHC, own.rope_THP, latents=latents, rows=rows, softmax_scale=softmax_scale)
+        return self._heads.expand(mean_RHC, weights)
+
+    def linear(self, x: Rows, matrix: Matrix) -> Tensor:
+        return self._linear(plain(x), plain(matrix))
+
+
 REFERENCE = ReferenceOps()
-OPS: dict[str, Callable[..., AttentionOps]] = {"reference": ReferenceOps, "triton": TritonOps}
+OPS: dict[str, Callable[..., AttentionOps]] = {"reference": ReferenceOps, "onednn": OneDnnOps, "triton": TritonOps}
 
 
 def attention_ops(name: str, *, comm_sms: int = 0) -> AttentionOps:

@@ -25,7 +25,7 @@ from .splits import UNSEEN, DecodeRows
 from .view import Prompt
 from .weights import MlaWeights
 
-__all__ = ["Partial", "Queries", "absorbed_attention", "merge", "naive_attention"]
+__all__ = ["Partial", "Queries", "absorbed_attention", "latent_attention", "merge", "naive_attention"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,9 +69,19 @@ def absorbed_attention(
     `queries` are the rows' in the order of `rows.tokens_R`; `latents` is one layer of the cache.
     """
     absorbed_HRC = torch.bmm(queries.nope_THN.transpose(0, 1), weights.w_uk_HNC)
-    query_RHW = torch.cat((absorbed_HRC.transpose(0, 1), queries.rope_THP), dim=-1)
+    mean_RHC = latent_attention(
+        absorbed_HRC.transpose(0, 1), queries.rope_THP, latents=latents, rows=rows, softmax_scale=softmax_scale
+    )
+    return torch.bmm(mean_RHC.transpose(0, 1), weights.w_uv_HVC.transpose(1, 2)).transpose(0, 1)
+
+
+def latent_attention(
+    absorbed_RHC: Tensor, rope_RHP: Tensor, *, latents: LatentRows, rows: DecodeRows, softmax_scale: float
+) -> Tensor:
+    """The softmax-weighted mean of the latents that each row sees [R, H, C], in the run dtype."""
+    query_RHW = torch.cat((absorbed_RHC, rope_RHP), dim=-1)
     query_RHW = query_RHW.to(wide(query_RHW.dtype)) * softmax_scale
-    rank = absorbed_HRC.shape[-1]
+    rank = absorbed_RHC.shape[-1]
 
     merged = _absorbed_split(query_RHW, latents, rows, 0, rank)
     for number in range(1, len(rows.splits)):
@@ -80,9 +90,7 @@ def absorbed_attention(
         longer = merge(Partial(merged.mean[:reaching], merged.lse[:reaching]), later)
         merged.mean[:reaching] = longer.mean
         merged.lse[:reaching] = longer.lse
-
-    latent_HRC = merged.mean.to(latents.dtype).transpose(0, 1)
-    return torch.bmm(latent_HRC, weights.w_uv_HVC.transpose(1, 2)).transpose(0, 1)
+    return merged.mean.to(latents.dtype)
 
 
 def _absorbed_split(query_RHW: Tensor, latents: LatentRows, rows: DecodeRows, number: int, rank: int) -> Partial:

@@ -106,7 +106,7 @@ class TritonOps:
         self._kernels.add_rows(sums, out_PD, zeros=False)
 
 
-OPS: dict[str, type[ExchangeOps]] = {"reference": ReferenceOps, "triton": TritonOps}
+OPS: dict[str, type[ExchangeOps]] = {"reference": ReferenceOps, "onednn": ReferenceOps, "triton": TritonOps}
 
 
 def exchange_ops(name: str) -> ExchangeOps:

@@ -7,8 +7,9 @@ Legend: N rows received, M (row, slot) pairs received, D model, F expert hidden,
 B bytes of a blob.
 """
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class ExpertBank:
     down_LDF: Tensor
     """[L, D, F]"""
     scales: Fp8Scales | None = None
+    times_written: Counter[int] = field(default_factory=Counter)
+    """By slot: how often `write_blob` has replaced it, for whoever keeps something made of its weights."""
 
     def __post_init__(self) -> None:
         num_slots, double, hidden = self.gate_up_L2FD.shape
@@ -64,6 +67,7 @@ class ExpertBank:
         parts = self._bytes_of(slot)
         for part, values in zip(parts, blob_B.split([part.shape[0] for part in parts]), strict=True):
             part.copy_(values)
+        self.times_written[slot] += 1
 
     def parts(self, slot: int, begin: int, out: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Which part of uint8 `out` is a copy of which part of the slot: its blob from byte `begin` on, as views."""
@@ -135,8 +139,8 @@ class Mlp:
 
 def _tensors(holder: Any) -> Iterator[Tensor]:
     """Every tensor of a dataclass and of those in it, in field order: a new one cannot be left behind in a move."""
-    for field in fields(holder):
-        value = getattr(holder, field.name)
+    for each in fields(holder):
+        value = getattr(holder, each.name)
         if isinstance(value, Tensor):
             yield value
         elif is_dataclass(value):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from attention_mla import LatentCache
 from dbo import UNTIMED, OverlapState, Untimed
 from ep import Transport, exchange_ops
@@ -111,6 +113,8 @@ def assemble(
     instruments   what a benchmark wants measured; None: nothing
     """
     overlap = _overlap(settled)
+    if settled.config.cpu_threads is not None:
+        torch.set_num_threads(settled.config.cpu_threads)
     if on_plan is not None:
         on_plan(settled.plan)
     source = weight_source(settled, turn=(peers.place, peers.size) if peers is not None else (0, 1))

@@ -92,8 +92,12 @@ class EngineConfig:
     device: str = "cpu"
     """Where tensors live: cpu or cuda."""
 
-    ops: Literal["auto", "reference", "triton"] = "auto"
-    """Whose kernels: torch's (reference) or Triton's; auto: Triton's on a GPU, torch's on a CPU."""
+    ops: Literal["auto", "reference", "onednn", "triton"] = "auto"
+    """Whose kernels: torch's (reference), torch's with weights packed for bf16 on a CPU (onednn), or Triton's; auto:
+    Triton's on a GPU, on a CPU torch's, packed in bf16."""
+
+    cpu_threads: int | None = None
+    """Threads of torch in each process on a CPU; unset: as torch or OMP_NUM_THREADS says."""
 
     load_format: Literal["auto", "dummy"] = "auto"
     """auto reads the checkpoint; dummy makes seeded random weights, the same for any number of ranks."""
@@ -127,12 +131,14 @@ class EngineConfig:
     def __post_init__(self) -> None:
         at_least("ranks", self.ranks, 1, neighbour=1)
         at_least("seed", self.seed, 0, neighbour=0)
+        if self.cpu_threads is not None:
+            at_least("cpu_threads", self.cpu_threads, 1, neighbour=1)
         if self.node_size is not None:
             at_least("node_size", self.node_size, 1, neighbour=8)
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; it must be auto or one of {', '.join(DTYPES)}, e.g. bfloat16")
-        if self.ops not in ("auto", "reference", "triton"):
-            raise ValueError(f"ops is {self.ops!r}; it must be auto, reference or triton, e.g. auto")
+        if self.ops not in ("auto", "reference", "onednn", "triton"):
+            raise ValueError(f"ops is {self.ops!r}; it must be auto, reference, onednn or triton, e.g. auto")
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format is {self.load_format!r}; it must be auto or dummy, e.g. auto")
         if self.async_depth not in (0, 1):

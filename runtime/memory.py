@@ -29,7 +29,8 @@ class MemoryNumbers:
     """What the plan depends on besides the model.
 
     dtype_bytes is the size of the run dtype. keep_fp8, keep_shared_fp8: experts, and all else that kernels can read so,
-    stay as the file has them; fp8_cache: latents are kept in fp8.
+    stay as the file has them; fp8_cache: latents are kept in fp8; packs: linear layers
+    are copied in the layout that oneDNN reads.
     device_bytes is what one rank may count as its own. exchange_buffer_bytes is what the exchange allocates.
     redundant_experts are a layer's slots beyond one an expert; migration_limit is what a rank gets of moving experts in
     a step, 0 where none move. The cache is num_pages, else cache_bytes, else what is left; without num_pages never more
@@ -46,6 +47,7 @@ class MemoryNumbers:
     keep_fp8: bool = False
     keep_shared_fp8: bool = False
     fp8_cache: bool = False
+    packs: bool = False
     exchange_buffer_bytes: int = 0
     redundant_experts: int = 0
     migration_limit: int = 0
@@ -70,11 +72,12 @@ class WorkspaceBytes:
     logits: int
     activations: int
     migration: int = 0
+    packed: int = 0
 
     @property
     def total(self) -> int:
         """All parts."""
-        return self.exchange + self.token_table + self.logits + self.activations + self.migration
+        return self.exchange + self.token_table + self.logits + self.activations + self.migration + self.packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +161,7 @@ def plan_memory(model: ModelConfig, numbers: MemoryNumbers) -> MemoryPlan:
         keep_fp8=numbers.keep_fp8,
         keep_shared_fp8=numbers.keep_shared_fp8,
     )
-    workspaces = _workspaces(model, numbers, slots)
+    workspaces = _workspaces(model, numbers, slots, weights)
     kv_bytes = model.num_layers * _row_bytes(model, numbers)
     budget = int(numbers.device_bytes * numbers.gpu_memory_utilization)
     left = budget - weights.total - workspaces.total
@@ -184,7 +187,8 @@ def plan_lines(plan: MemoryPlan, *, contexts: tuple[int, ...] = (1024, 4096, 163
         f"  routers and norms   {gib(weights.router + weights.norms)}",
         f"workspaces            {gib(work.total)}  (exchange {gib(work.exchange)}, tokens {gib(work.token_table)}, "
         f"logits {gib(work.logits)}, activations at most {gib(work.activations)}"
-        + (f", moving experts {gib(work.migration)})" if work.migration else ")"),
+        + (f", moving experts {gib(work.migration)}" if work.migration else "")
+        + (f", packed weights {gib(work.packed)})" if work.packed else ")"),
         f"latent cache          {gib(plan.cache_bytes)}  ({plan.num_pages} pages of {numbers.page_size} tokens, "
         f"{plan.kv_bytes_per_token:,} B a token)",
         f"device                {gib(numbers.device_bytes)} x {numbers.gpu_memory_utilization:g} = "
@@ -227,7 +231,7 @@ def _slots_per_rank(model: ModelConfig, numbers: MemoryNumbers) -> int:
     return spread(moe.num_experts, numbers.ranks, redundant).slots_per_rank if moe is not None else 0
 
 
-def _workspaces(model: ModelConfig, numbers: MemoryNumbers, slots: int) -> WorkspaceBytes:
+def _workspaces(model: ModelConfig, numbers: MemoryNumbers, slots: int, weights: WeightBytes) -> WorkspaceBytes:
     line = numbers.max_model_len + 1 + pages_of(numbers.max_model_len, numbers.page_size)
     table = numbers.max_num_seqs * line * _TABLE_BYTES
     # The logits, their log-softmax, and the sorted copy that top-k and top-p need.
@@ -238,7 +242,13 @@ def _workspaces(model: ModelConfig, numbers: MemoryNumbers, slots: int) -> Works
         logits=logits,
         activations=numbers.max_num_batched_tokens * _activation_bytes_per_token(model, numbers),
         migration=_migration_bytes(model, numbers, slots),
+        packed=_packed_bytes(weights) if numbers.packs else 0,
     )
+
+
+def _packed_bytes(weights: WeightBytes) -> int:
+    """Copies of what is multiplied with rows in the run dtype: neither the router nor the head, which are wide."""
+    return weights.experts + weights.shared + weights.dense + weights.attention
 
 
 def _migration_bytes(model: ModelConfig, numbers: MemoryNumbers, slots: int) -> int:

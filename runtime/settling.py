@@ -248,7 +248,7 @@ def memory_numbers(
     """What the plan depends on. `device_bytes` is one rank's own; kernels take what is in fp8 as stored."""
     config, _ = settle_exchange(config, model, local_size=None, on_gpu=on_gpu)
     cache, scheduler, dtype = config.cache, config.scheduler, run_dtype(config, model)
-    by_kernels = settle_ops(config, model, device=torch.device("cuda" if on_gpu else "cpu")) == "triton"
+    ops = settle_ops(config, model, device=torch.device("cuda" if on_gpu else "cpu"))
     return MemoryNumbers(
         ranks=config.ranks,
         dtype_bytes=dtype.itemsize,
@@ -257,9 +257,10 @@ def memory_numbers(
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         page_size=cache.block_size,
-        keep_fp8=on_gpu or by_kernels,
-        keep_shared_fp8=by_kernels,
+        keep_fp8=on_gpu or ops == "triton",
+        keep_shared_fp8=ops == "triton",
         fp8_cache=cache_row(config, model).fp8,
+        packs=ops == "onednn",
         exchange_buffer_bytes=_exchange_bytes(config, model, dtype, capacities),
         redundant_experts=config.eplb.num_redundant_experts,
         migration_limit=config.eplb.eplb_bytes_per_step if config.eplb.enable_eplb else 0,

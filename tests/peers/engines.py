@@ -1,0 +1,123 @@
+"""One engine in a process of its own: it loads a checkpoint, says that it is ready, and runs batches that it is told.
+
+    python engines.py NAME FOLDER [THREADS]       NAME: serried, vllm or transformers
+
+Each line on standard input is a number of requests; the answer, on a line of its own that begins with MARK, is JSON:
+wall seconds of the batch, CPU seconds of this process, and the tokens that came out. All engines get the same prompts.
+Imports what it measures only when it is asked for it, so that each runs with the packages of its own environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+MARK = "@@"
+INPUT_LEN, OUTPUT_LEN = 32, 64
+VOCABULARY = 2048
+MOST_REQUESTS = 64
+MAX_LEN = 256
+
+Run = Callable[[list[list[int]]], int]
+"""Decode these prompts together; returns the number of tokens that came out."""
+
+
+def prompts(num_requests: int) -> list[list[int]]:
+    """Prompts that share no prefix, so that no cache of prefixes helps anyone."""
+    return [
+        [2 + (request * 977 + position * 131 + request * position) % (VOCABULARY - 2) for position in range(INPUT_LEN)]
+        for request in range(num_requests)
+    ]
+
+
+def serried(folder: str, threads: int) -> Run:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    runtime = import_module("runtime")
+    config = runtime.EngineConfig(
+        model=folder,
+        ops=os.environ.get("OPS", "auto"),
+        cpu_threads=threads,
+        cache=runtime.CacheConfig(num_blocks=MOST_REQUESTS * 4),
+    )
+    engine = runtime.Engine(config)
+    params = runtime.SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
+
+    def run(batch: list[list[int]]) -> int:
+        return sum(len(output.token_ids) for output in engine.generate(batch, params))
+
+    return run
+
+
+def vllm(folder: str, threads: int) -> Run:
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    package = import_module("vllm")
+    llm = package.LLM(
+        model=folder,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="bfloat16",
+        max_model_len=MAX_LEN,
+        max_num_seqs=MOST_REQUESTS,
+        enable_prefix_caching=False,
+    )
+    params = package.SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True, detokenize=False)
+
+    def run(batch: list[list[int]]) -> int:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in batch], params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    return run
+
+
+def transformers(folder: str, threads: int) -> Run:
+    import torch
+
+    torch.set_num_threads(threads)
+    package = import_module("transformers")
+    model = package.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+
+    def run(batch: list[list[int]]) -> int:
+        ids = torch.tensor(batch)
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=OUTPUT_LEN,
+                min_new_tokens=OUTPUT_LEN,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        return int(out.shape[0] * (out.shape[1] - ids.shape[1]))
+
+    return run
+
+
+ENGINES: dict[str, Callable[[str, int], Run]] = {"serried": serried, "vllm": vllm, "transformers": transformers}
+
+
+def main(name: str, folder: str, threads: int) -> None:
+    run = ENGINES[name](folder, threads)
+    run(prompts(1))
+    _say({"ready": name})
+    for line in sys.stdin:
+        batch = prompts(int(line))
+        wall, cpu = time.perf_counter(), time.process_time()
+        tokens = run(batch)
+        _say({"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "tokens": tokens})
+
+
+def _say(answer: dict[str, object]) -> None:
+    sys.stdout.write(f"{MARK}{json.dumps(answer)}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 2)
