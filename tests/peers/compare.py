@@ -40,7 +40,7 @@ class Running:
         self._answer()
 
     def batch(self, num_requests: int) -> dict[str, float]:
-        """What engines.py says of one batch. RuntimeError if the engine is gone, or did not decode all that it should."""
+        """What engines.py says of one batch. RuntimeError if the engine is gone or decoded too little."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{num_requests}\n")
         self._process.stdin.flush()

@@ -56,7 +56,9 @@ def serried(folder: str, threads: int) -> Run:
 def vllm(folder: str, threads: int) -> Run:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}")
+    # Not bound to cores: a bound thread that waits by spinning is at the mercy of whoever else is on its core.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     package = import_module("vllm")
     llm = package.LLM(
