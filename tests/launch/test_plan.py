@@ -28,8 +28,12 @@ PUBLISHED = {
 }
 
 
+OURS = {"v3-303m"}
+"""Made up for benchmarks: nobody published it."""
+
+
 def test_every_bundled_model_has_a_published_count_to_be_held_against():
-    assert {path.stem for path in (PROFILES / "models").glob("*.json")} == set(PUBLISHED)
+    assert {path.stem for path in (PROFILES / "models").glob("*.json")} == set(PUBLISHED) | OURS
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
