@@ -32,6 +32,7 @@ from .experts import Experts
 from .hardware import read_hardware
 from .heartbeat import HeartbeatState
 from .instruments import Instruments, timed_exchange, timed_recorder, timed_sampler
+from .kv_connectors import build_hand_over
 from .kv_log import KvLog
 from .memory import MemoryPlan
 from .model_config import ModelConfig
@@ -265,9 +266,10 @@ def _worker(
     table = RequestTable(
         config.scheduler.max_num_seqs, max_model_len, page_size=config.cache.block_size, device=settled.device
     )
+    hand_over = build_hand_over(settled, decoder.cache, pool, prefix, rank=seat.transport.rank)
     return Worker(
         decoder=decoder,
-        scheduler=Scheduler(config.scheduler, pool, prefix, drafter=drafter),
+        scheduler=Scheduler(config.scheduler, pool, prefix, drafter=drafter, hand_over=hand_over),
         pool=pool,
         prefix=prefix,
         table=table,

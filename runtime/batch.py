@@ -21,6 +21,7 @@ from attention_mla.transfer import to_device
 
 from .ledger import Column
 from .prompt_logprobs import PromptPart, asked_parts, positions
+from .request import Request
 from .rows import Row, Rows
 
 
@@ -45,8 +46,8 @@ class RequestTable:
     def admit(self, rows: Rows) -> Spans:
         """Write what the device does not have yet: of requests new in their slot, of begun pages, and drafts.
 
-        A request enters its slot at the start of a page, and a page is begun by its first position; all other rows are
-        passed over without a look. Returns the spans that the rows compute.
+        A request enters its slot at the start of a page (or by `enter`), and a page is begun by its first position; all
+        other rows are passed over without a look. Returns the spans that the rows compute.
         """
         slots_B, context_B, page_size = rows.slot_B, rows.end_B, self.pages.page_size
         begins_B = (context_B - 1) // page_size > (rows.start_B - 1) // page_size
@@ -59,13 +60,23 @@ class RequestTable:
         self._written_S[slots_B] = np.maximum(written_B, context_B)
         return Spans(slots_B=slots_B, num_tokens_B=rows.num_tokens_B, context_B=context_B, written_B=written_B)
 
+    def enter(self, request: Request, *, start: int) -> None:
+        """A request that runs from now on, whose first `start` tokens are in its pages; the rest of a page may be."""
+        slot = request.slot
+        assert slot is not None, f"request {request.id} has no slot"
+        self._take_in(slot, request, start=start)
+        self.pages.write(slot, 0, request.pages[: -(-start // self.pages.page_size)])
+
+    def _take_in(self, slot: int, request: Request, *, start: int) -> None:
+        self._stays[slot] = request.pages
+        self._write(slot, 0, request.tokens)
+        self._written_S[slot] = start
+
     def _write_pages(self, slot: int, row: Row) -> None:
         """Those that the row begins; all, and the tokens, of a request that is new in its slot."""
         request, first, end = row.request, row.start // self.pages.page_size, -(-row.end // self.pages.page_size)
         if self._stays[slot] is not request.pages:
-            self._stays[slot] = request.pages
-            self._write(slot, 0, request.tokens)
-            self._written_S[slot] = row.start
+            self._take_in(slot, request, start=row.start)
             first = 0
         assert len(request.pages) >= end, f"a context of {row.end} on {len(request.pages)} pages"
         self.pages.write(slot, first, request.pages[first:end])

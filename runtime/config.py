@@ -19,6 +19,7 @@ from eplb.config import EplbConfig
 from .admission import at_least
 from .cadence import CadenceConfig
 from .graph_config import GraphConfig
+from .kv_config import KvConfig
 from .routing import RoutingConfig
 from .scheduler import SchedulerConfig
 from .straggler import StragglerConfig
@@ -127,6 +128,7 @@ class EngineConfig:
     overlap: DboConfig = field(default_factory=DboConfig)
     eplb: EplbConfig = field(default_factory=EplbConfig)
     graphs: GraphConfig = field(default_factory=GraphConfig)
+    kv: KvConfig = field(default_factory=KvConfig)
 
     def __post_init__(self) -> None:
         at_least("ranks", self.ranks, 1, neighbour=1)
@@ -144,6 +146,11 @@ class EngineConfig:
         if self.async_depth not in (0, 1):
             raise ValueError(f"async_depth is {self.async_depth}; it must be 0 or 1, e.g. 1")
 
+        if self.kv.stores and not self.scheduler.enable_prefix_caching:
+            raise ValueError(
+                f"kv_connector is {self.kv.kv_connector!r} with prefix caching off; pages are kept by the prefix that "
+                "they end, so leave caching on, or choose nixl or tcp"
+            )
         if self.cadence.itl_target_ms is not None and self.hardware is None:
             raise ValueError("itl_target_ms is set; it needs hardware, e.g. profiles/hardware/h200.toml")
 

@@ -10,15 +10,16 @@ nothing is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from ep import SerriedError
 
 from .assembly import OnPlan
 from .config import EngineConfig
 from .intake import Bounds, Intake
+from .kv_params import KvParams, parse_params
 from .memory import MemoryPlan
 from .model_config import ModelConfig
 from .outputs import News, Note, RequestOutput, TokenEvent
@@ -112,15 +113,23 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         rank: int | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> str:
         """Queue one request and return its id; it runs when `events`, `run` or `generate` is called.
 
-        rank: where it decodes; None: where it costs least (see `routing`). Under the policy "priority" a lower
+        rank: where it decodes; None: where it costs least (see `routing`). kv_transfer_params: who has the latents of
+        the prompt, or that another engine is to fetch them (see `kv_params`). Under the policy "priority" a lower
         `priority` is served first. Raises RequestError (field, value, rule) and queues nothing.
         """
         params = params if params is not None else SamplingParams()
         request = self._make(
-            prompt_token_ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt, rank=rank
+            prompt_token_ids,
+            params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            rank=rank,
+            kv=parse_params(kv_transfer_params, self.config.kv),
         )
         return self._queue(request, rank)
 
@@ -213,13 +222,20 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         rank: int | None = None,
+        kv: KvParams | None = None,
     ) -> Request:
         """A request that can run, queued nowhere yet."""
         self._check_alive()
         if self._draining:
             raise SerriedError("the engine drains: it takes no new request")
         request = self._intake.make(
-            prompt_token_ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt, taken=self._open
+            prompt_token_ids,
+            params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            taken=self._open,
+            kv=kv,
         )
         self._intake.check_fits(request, rank)
         return request
@@ -286,6 +302,8 @@ class Engine:
             output.finish_reason = news.finish_reason
             output.num_cached_tokens = news.num_cached
             output.num_preemptions = news.num_preemptions
+            output.kv_transfer_params = None if news.kv_lent is None else news.kv_lent.as_json()
+            output.error = news.error
             self._choices.pop(news.request_id, None)
             del self._open[news.request_id]
         self._desk.hear(news)

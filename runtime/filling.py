@@ -5,6 +5,10 @@ nobody overtakes the head. A request is admitted only with pages for all it know
 for more. When a page is lacking, the last in order gives all of its pages back and is computed again later; the first
 in order therefore always moves on, and every request ends as long as the pool can hold the largest one alone.
 
+Requests whose latents come from elsewhere stand in lines of their own, which no prompt blocks: pages are given to a
+load, without a slot; when it has landed, a slot is all that the request needs. Those that wait for a slot are the first
+to give their pages back, and a load is over in bounded time, so that they never keep the others from moving on.
+
 Knows what requests lack and hold; does not know what was launched or sampled (see `scheduler`).
 
 Shapes: R running requests in order of service, B rows of the step.
@@ -18,6 +22,8 @@ from itertools import compress
 import numpy as np
 
 from .admission import SchedulerConfig
+from .connector import Load
+from .hand_over import HandOver
 from .ledger import Column, Mask
 from .prefix import PrefixCache
 from .request import Request, Status
@@ -49,13 +55,26 @@ class StepFiller:
     """Fills steps from the lines of `roster`, moving requests between them as pages and slots allow."""
 
     def __init__(
-        self, config: SchedulerConfig, roster: Roster, prefix: PrefixCache, *, drafter: Drafter | None = None
+        self,
+        config: SchedulerConfig,
+        roster: Roster,
+        prefix: PrefixCache,
+        hand_over: HandOver,
+        *,
+        drafter: Drafter | None = None,
     ) -> None:
         self._config = config
         self._roster = roster
         self._pool = roster.pool
         self._prefix = prefix
+        self._hand_over = hand_over
         self._drafter = drafter
+        self._entered: list[Request] = []
+
+    def take_entered(self) -> list[Request]:
+        """Requests that came to run with a page begun, since the last call; those that still do."""
+        entered, self._entered = self._entered, []
+        return [request for request in entered if request.status is Status.RUNNING]
 
     def propose(self) -> Proposal:
         """The rows of the next step, with pages and slots to compute them in; the same state gives the same rows.
@@ -156,13 +175,27 @@ class StepFiller:
         step.prefill_tokens += num_tokens if row.is_prefill else 0
 
     def _admit(self, step: _Step) -> None:
-        """Let requests in from the head of the waiting line, as long as budget, slots and pages last."""
+        """Let requests in from the head of the waiting line, as long as budget, slots and pages last.
+
+        Before them those whose latents have arrived, which need a slot only.
+        """
+        self._give_pages()
+        while self._roster.arrived and step.budget and self._roster.num_free_slots:
+            request = self._roster.admit_arrived()
+            self._entered.append(request)
+            self._note_admission(request)
+            self._propose_chunk(step, request)
         waiting = self._roster.waiting
         while waiting and step.budget and self._roster.num_free_slots:
             request = waiting[0]
             found = self._cached(request)
             if request.in_flight or not self._fits(request, found):
                 return
+            load = self._hand_over.offer(request, num_found=len(found) * self._pool.page_size)
+            if load is not None:
+                self._roster.fetch_head()
+                self._begin(request, load, found)
+                continue
             self._take_pages(request, found)
             self._propose_chunk(step, request)
 
@@ -173,6 +206,23 @@ class StepFiller:
             return []
         return self._prefix.match(request, max_tokens=len(request.tokens) - 1)
 
+    def _give_pages(self) -> None:
+        """To requests that asked for their latents, in their order, as long as there are enough."""
+        for request, load in self._hand_over.asking():
+            found = self._cached(request)
+            if load.num_tokens <= len(found) * self._pool.page_size:
+                self._hand_over.leave(request)
+                self._roster.fetch_no_more(request)
+            elif self._fits(request, found):
+                self._begin(request, load, found)
+            else:
+                return
+
+    def _begin(self, request: Request, load: Load, found: list[int]) -> None:
+        """Pages for all it knows; the load fills those that are not in `found`."""
+        pages = self._hold_pages(request, found)
+        self._hand_over.begin(request, load, pages=pages, num_found=len(found))
+
     def _fits(self, request: Request, found: Sequence[int]) -> bool:
         """Whether all its known tokens have pages, beside those of its cached prefix, `found`.
 
@@ -180,21 +230,34 @@ class StepFiller:
         others grow.
         """
         fresh = self._pool.pages_for(len(request.tokens)) - len(found)
-        return fresh + self._pool.num_unheld(found) + len(self._roster.running) <= self._pool.num_free
+        growing = len(self._roster.running) + len(self._roster.arrived)
+        return fresh + self._pool.num_unheld(found) + growing <= self._pool.num_free
 
     def _take_pages(self, request: Request, found: list[int]) -> None:
         """Admit the head of the line; what lies in `found` counts as computed."""
+        pages = self._hold_pages(request, found)
+        self._roster.admit(pages, num_computed=self._prefix.num_computed(request, found))
+        self._note_admission(request)
+
+    def _hold_pages(self, request: Request, found: list[int]) -> list[int]:
+        """Those of its cached prefix, and fresh ones for the rest of what it knows."""
         self._prefix.take(request, found)
         fresh = self._pool.allocate(self._pool.pages_for(len(request.tokens)) - len(found))
         assert fresh is not None, f"request {request.id} was said to fit"
-        self._roster.admit(found + fresh, num_computed=self._prefix.num_computed(request, found))
         request.num_published = len(found)
+        return found + fresh
+
+    def _note_admission(self, request: Request) -> None:
+        self._hand_over.leave(request)
         if request.num_preemptions == 0:
             request.num_cached = request.num_computed
 
     def _make_room(self, needy: Request) -> None:
         """Preempt the last in order until a page is free or coming; never one that is before the needy."""
         while not self._pool.num_free and not self._roster.num_coming():
+            if self._roster.arrived:
+                self._roster.drop_arrived()
+                continue
             victim = self._roster.running[-1]
             if victim is needy:
                 return

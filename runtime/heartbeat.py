@@ -73,7 +73,8 @@ class StepPlan:
     prefill_allowed   tokens that a rank may spend on rows that prefill; None = all it proposed
     reason            why prompts are released or put off
     last              the wave ends instead of a step: no rank has an unfinished request, nothing is in flight
-    stalled           work is left, no rank can move and nothing is in flight: a scheduler's fault, never waited out
+    stalled           work is left, no rank can move, nothing is in flight and nothing is to come from outside: a
+                      scheduler's fault, never waited out
     pause, paused     launch nothing; and nothing is in flight anywhere
     drain, drained    take no new request; and none is left anywhere
     failed            the lowest rank that votes an error, None when there is none: everybody stops
@@ -138,7 +139,7 @@ def decide(votes: Sequence[Vote], state: HeartbeatState) -> tuple[StepPlan, Hear
         prefill_allowed=allowed,
         reason=reason,
         last=last,
-        stalled=reason is not Reason.HALTED and bucket <= 0 and quiet,
+        stalled=reason is not Reason.HALTED and bucket <= 0 and quiet and not any(vote.awaiting for vote in votes),
         pause=pause,
         paused=pause and quiet,
         drain=drain,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ep.errors import RequestError
 
 from .admission import Capacity
+from .kv_params import KvParams
 from .refusals import check_names, check_params, check_prompt, check_rank
 from .request import Request, ending_ids
 from .sampling_params import SamplingParams
@@ -57,6 +58,7 @@ class Intake:
         priority: int,
         cache_salt: str,
         taken: Container[str],
+        kv: KvParams | None = None,
     ) -> Request:
         """A new request; `taken` holds the ids in use. Raises RequestError (field, value, rule)."""
         prompt = check_prompt(prompt_token_ids, self._bounds.vocab_size)
@@ -75,6 +77,7 @@ class Intake:
             cache_salt=cache_salt,
             seed=params.seed if params.seed is not None else self._seeds.getrandbits(SEED_BITS),
             stop_ids=ending_ids(params, self._bounds.eos_token_ids),
+            kv=kv,
         )
 
     def choices(self, request: Request, ids: Sequence[str]) -> list[Request]:
@@ -91,6 +94,7 @@ class Intake:
                 seed=request.seed,
                 cache_salt=request.cache_salt,
                 stop_ids=request.stop_ids,
+                kv=request.kv,
             )
             for index, name in enumerate(ids)
         ]

@@ -17,6 +17,7 @@ import msgspec
 from ep.errors import SerriedError
 
 from .frames import Link
+from .kv_params import KvParams
 from .outputs import News, Note
 from .ranks import Abort, Admit, Item, Wish
 from .request import Request
@@ -46,6 +47,7 @@ class AdmitLetter(msgspec.Struct, tag="admit", frozen=True):
     seed: int
     cache_salt: str
     stop_ids: frozenset[int]
+    kv: KvParams | None = None
 
 
 class AbortLetter(msgspec.Struct, tag="abort", frozen=True):
@@ -118,6 +120,7 @@ def letter_of(item: Item) -> ToRank:
         seed=request.seed,
         cache_salt=request.cache_salt,
         stop_ids=request.stop_ids,
+        kv=request.kv,
     )
 
 

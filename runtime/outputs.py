@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
+from .kv_params import KvParams
 from .request import FinishReason
 
 
@@ -56,10 +57,17 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
+    """Where another engine finds the prompt's latents, if that was asked."""
+    error: str | None = None
+    """Why it ended with an error, where that is known."""
 
 
 class News(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a rank says of one request after a step: all that crosses to whoever asked for it."""
+    """What a rank says of one request after a step: all that crosses to whoever asked for it.
+
+    kv_lent, error   see `Request`; with the last news only
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -69,6 +77,8 @@ class News(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_preemptions: int
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """In its first news, where asked for; None for the first token."""
+    kv_lent: KvParams | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

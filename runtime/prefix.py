@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .kv_log import KvLog
 from .pages import PagePool
@@ -22,11 +22,21 @@ class PrefixCache:
     """Finds and publishes full pages in a `PagePool`. Switched off, it finds nothing and publishes nothing.
 
     `num_queried` and `num_hit` count prompt tokens of admitted requests: all of them, and those found here.
-    `log` is told what is published; of what is lost again, the pool's `on_evict` is to tell it.
+    `log` is told what is published; of what is lost again, the pool's `on_evict` is to tell it. `save` gets the digest
+    and the number of each page that is.
     """
 
-    def __init__(self, pool: PagePool, *, enabled: bool = True, model_salt: str = "", log: KvLog | None = None) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        enabled: bool = True,
+        model_salt: str = "",
+        log: KvLog | None = None,
+        save: Callable[[bytes, int], None] | None = None,
+    ) -> None:
         self.pool = pool
+        self.save = save
         self.log = log
         self.enabled = enabled
         self.num_queried = 0
@@ -72,17 +82,29 @@ class PrefixCache:
             return
         for index in range(request.num_published, num_full):
             digest = self._digest(request, index)
-            if self.pool.publish(request.pages[index], digest) and self.log is not None:
-                parent = request.digests[index - 1] if index else None
-                start = index * self.pool.page_size
-                self.log.stored(digest, parent, request.tokens[start : start + self.pool.page_size])
+            if self.pool.publish(request.pages[index], digest):
+                self._tell(request, index, digest)
         request.num_published = num_full
+
+    def digests(self, request: Request, *, num_tokens: int) -> list[bytes]:
+        """Of the full pages within the request's first `num_tokens` tokens; none where it is switched off."""
+        if not self.enabled:
+            return []
+        return [self._digest(request, index) for index in range(num_tokens // self.pool.page_size)]
 
     def flush(self) -> None:
         """Forget every page; running requests keep theirs, and publish only pages they fill from now on."""
         self.pool.forget()
         if self.log is not None:
             self.log.cleared()
+
+    def _tell(self, request: Request, index: int, digest: bytes) -> None:
+        if self.save is not None:
+            self.save(digest, request.pages[index])
+        if self.log is not None:
+            parent = request.digests[index - 1] if index else None
+            start = index * self.pool.page_size
+            self.log.stored(digest, parent, request.tokens[start : start + self.pool.page_size])
 
     def _digest(self, request: Request, index: int) -> bytes:
         """The digest of page `index`, whose tokens are all known; those before it are computed on the way, once."""
@@ -102,3 +124,8 @@ def root_digest(model_salt: bytes, cache_salt: bytes) -> bytes:
 def chained_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The digest of a page, given the digest of the page before it."""
     return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}q", *token_ids)).digest()
+
+
+def token_digest(tokens: Sequence[int]) -> bytes:
+    """What stands for these tokens where pages of them are handed over."""
+    return hashlib.sha256(struct.pack(f"<{len(tokens)}q", *tokens)).digest()

@@ -57,7 +57,7 @@ def run_rank(worker: Worker, mailbox: Mailbox, inbox: RankInbox, recorder: Recor
         recorder.stamp(Phase.IDLE, worker.sequence)
         letter = mailbox.receive()
         if isinstance(letter, EndLetter):
-            worker.experts.close()
+            worker.close()
             return
         if isinstance(letter, WaveLetter):
             worker.run_wave()

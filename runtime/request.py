@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
+from .kv_params import KvParams
 from .ledger import Ledger
 from .sampling_params import SamplingParams
 
@@ -32,13 +33,17 @@ class FinishReason(StrEnum):
     """Someone took it back; tokens that were in flight are dropped."""
 
     ERROR = "error"
-    """The sampler found no usable logits for it (see `rows.FAILED_TOKEN`)."""
+    """The sampler found no usable logits for it (see `rows.FAILED_TOKEN`), or its latents could not be fetched."""
 
 
 class Status(Enum):
     """Where a request is. Pages of one that is not RUNNING stay its own until no unread step holds a row of it."""
 
     WAITING = "waiting"
+    ARRIVING = "arriving"
+    """Its latents are fetched; pages that are given for them are the load's (see `hand_over`)."""
+    ARRIVED = "arrived"
+    """They lie in its pages, and it waits for a slot."""
     RUNNING = "running"
     ENDED = "ended"
 
@@ -62,6 +67,8 @@ class Request:
     """Only requests of equal salt share cached prefixes."""
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end it, see `ending_ids`."""
+    kv: KvParams | None = None
+    """Who has its latents, or that another engine is to fetch them."""
 
     is_plain: bool = field(init=False)
     """See `SamplingParams.is_plain`: asked of each row in each step."""
@@ -91,6 +98,12 @@ class Request:
     """Pages, from the first, that need no more publishing."""
     prompt_logprobs: list[Any] | None = field(init=False)
     """Where it asks for them: those known so far, None for a token whose is not; None altogether once they are told."""
+    num_loaded: int = 0
+    """Tokens whose latents lie in its pages when it is ARRIVED."""
+    kv_lent: KvParams | None = None
+    """Where another engine finds its prompt's latents, once it ended and if that was asked."""
+    error: str | None = None
+    """Why it ended, where that is an ERROR with a cause of its own."""
 
     def __post_init__(self) -> None:
         self.is_plain = self.params.is_plain

@@ -23,6 +23,7 @@ from ep.errors import RequestError
 
 from .admission import Capacity, Policy, SchedulerConfig
 from .filling import Drafter, StepFiller
+from .hand_over import HandOver, Outcome
 from .ledger import Mask
 from .pages import PagePool
 from .prefix import PrefixCache
@@ -56,8 +57,15 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, pool: PagePool, prefix: PrefixCache, *, drafter: Drafter | None = None
+        self,
+        config: SchedulerConfig,
+        pool: PagePool,
+        prefix: PrefixCache,
+        *,
+        drafter: Drafter | None = None,
+        hand_over: HandOver | None = None,
     ) -> None:
+        """hand_over: None, there are no connectors."""
         assert config.max_model_len is not None, "max_model_len must be settled before a scheduler is made"
         self.config = config
         self.capacity = Capacity(max_model_len=config.max_model_len, num_pages=pool.num_pages, page_size=pool.page_size)
@@ -65,7 +73,8 @@ class Scheduler:
         self._page_size = pool.page_size
         self._prefix = prefix
         self._roster = Roster(pool, config.max_num_seqs)
-        self._filler = StepFiller(config, self._roster, prefix, drafter=drafter)
+        self.hand_over = hand_over or HandOver(pool, prefix)
+        self._filler = StepFiller(config, self._roster, prefix, self.hand_over, drafter=drafter)
         self._requests: dict[str, Request] = {}
         self._num_added = 0
         self.num_generated = 0
@@ -89,7 +98,8 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that are not admitted yet, or were preempted."""
-        return len(self._roster.waiting)
+        roster = self._roster
+        return len(roster.waiting) + len(roster.arriving) + len(roster.arrived)
 
     @property
     def num_free_slots(self) -> int:
@@ -123,7 +133,10 @@ class Scheduler:
         request.turn = (priority, request.arrival, self._num_added)
         self._num_added += 1
         self._requests[request.id] = request
-        self._roster.enter(request)
+        if self.hand_over.asks(request):
+            self._roster.fetch(request)
+        else:
+            self._roster.enter(request)
 
     def abort(self, request_id: str) -> list[Update]:
         """End a request now, wherever it is; what is in flight for it is dropped. Nothing to do for an unknown id."""
@@ -132,6 +145,10 @@ class Scheduler:
             return []
         self._end(request, FinishReason.ABORT)
         return [Update(request, (), None, FinishReason.ABORT)]
+
+    def turn(self) -> list[Update]:
+        """Before a step: latents that came are their requests', and what was fetched by others is free."""
+        return [update for outcome in self.hand_over.turn() for update in self._take_loaded(outcome)]
 
     def propose(self) -> Proposal:
         """The rows of the next step, with pages and slots to compute them in; the same state gives the same rows.
@@ -154,6 +171,10 @@ class Scheduler:
             rows = _cut(rows, prefill_allowed)
         ledger.launched(rows.slot_B, rows.num_tokens_B, rows.num_sampled_B)
         return rows
+
+    def take_entered(self) -> list[Request]:
+        """Requests that came to run with latents from elsewhere since the last call: `num_loaded` tokens of them."""
+        return self._filler.take_entered()
 
     def finish(self, rows: Rows, samples: Samples) -> list[Update]:
         """Read the oldest launched step.
@@ -228,7 +249,28 @@ class Scheduler:
         logprobs = None if sampled.logprobs is None else tuple(sampled.logprobs[: len(new_tokens)])
         return Update(request, new_tokens, logprobs, reason)
 
+    def _take_loaded(self, outcome: Outcome) -> list[Update]:
+        """The request goes on with what was loaded, or, where that failed, as the policy says.
+
+        A load that the request did not ask for may fail as it likes: what it would have brought is computed.
+        """
+        request, wanted = outcome.request, outcome.request.kv is not None and outcome.request.kv.do_remote_prefill
+        if outcome.error is None:
+            self._roster.arrive(request, outcome.pages, num_loaded=outcome.num_tokens)
+            self._prefix.publish(request, num_tokens=outcome.num_tokens)
+            return []
+        self.hand_over.failed(request)
+        if self.hand_over.recompute or not wanted:
+            self._roster.fetch_no_more(request)
+            return []
+        request.error = f"its latents could not be fetched: {outcome.error}"
+        self._end(request, FinishReason.ERROR)
+        return [Update(request, (), None, FinishReason.ERROR)]
+
     def _end(self, request: Request, reason: FinishReason) -> None:
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.hand_over.lend(request)
+        self.hand_over.leave(request)
         self._roster.end(request)
         request.finish_reason = reason
         self.num_ended += 1

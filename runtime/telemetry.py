@@ -51,6 +51,26 @@ class StepCounters:
             self.most_pairs += max(expert_pairs)
 
 
+@dataclass(slots=True, kw_only=True)
+class KvStats:
+    """Latents that came from elsewhere and went there, since the start.
+
+    loads           requests whose latents came, and were the right ones
+    loaded_tokens   tokens that needed no computing for it
+    loaded_bytes    bytes of their pages
+    load_s          seconds from pages given to verified, all loads together
+    failures        loads that failed, were late, or brought something else
+    lent            prompts kept for other engines to fetch
+    """
+
+    loads: int = 0
+    loaded_tokens: int = 0
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    failures: int = 0
+    lent: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStats:
     """One rank at one moment: its counters, its cache and its queue."""
@@ -98,6 +118,10 @@ class RankStats:
     """Mean over max of the tokens that ranks compute in a step; the rest would be padding. The same on all ranks."""
     measures: RankMeasures | None = None
     """Where its steps' time went, where a benchmark asked."""
+    lent_pages: int = 0
+    """Pages that are held for other engines, or for latents on their way."""
+    kv: KvStats = field(default_factory=KvStats)
+    """What came from elsewhere, and went there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,7 +96,7 @@ class ThreadRanks:
         self._group.stop(cause)
         if self._group.wait_for_end():
             for worker in self.workers:
-                worker.experts.close()
+                worker.close()
 
     def _run_rank(self, transport: Transport) -> None:
         try:

@@ -61,6 +61,8 @@ class Voice:
                         request.num_cached,
                         request.num_preemptions,
                         None if request.prompt_logprobs is None else take_prompt_logprobs(request),
+                        request.kv_lent,
+                        request.error,
                     )
                     for update in updates
                 ]

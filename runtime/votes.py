@@ -44,6 +44,8 @@ class Vote(NamedTuple):
     prefill_row              tokens of the longest other proposed row; likewise
     migration_ready          switches of experts made, and one more where all that the next needs has arrived; below 0 a
                              fault (see `eplb.rebalancer`)
+    awaiting                 latents on their way here, and prompts that others are to fetch: somebody outside the group
+                             is to act, so that a rank that cannot move is not stuck
     error                    0, or the number of an error that keeps this rank from going on
     """
 
@@ -73,6 +75,7 @@ class Vote(NamedTuple):
     decode_row: int = 0
     prefill_row: int = 0
     migration_ready: int = 0
+    awaiting: int = 0
     error: int = 0
 
     def row(self) -> list[int]:

@@ -52,6 +52,9 @@ from .verdict import Phase
 from .voice import Excuses, Voice, no_excuse
 from .votes import PrefillWatch, Vote
 
+IDLE_BEAT_S = 0.001
+"""A beat in which no rank computes anything, while latents are on their way, lasts at least so long."""
+
 
 class Worker:
     """A rank. `inbox` is emptied before each step; `emit` gets the News of each, in the rank's own thread.
@@ -141,6 +144,7 @@ class Worker:
         """One beat; False when the plan says that the wave is over, or paused with nothing in flight."""
         self.recorder.stamp(Phase.PROPOSE, self.sequence)
         self._read_inbox()
+        self.voice.say(self.scheduler.turn())
         proposal = self.scheduler.propose()
         plan = self._agree(proposal)
         self._check(plan)
@@ -151,6 +155,8 @@ class Worker:
             self._run_again(plan)
         elif plan.bucket:
             self._run(proposal, plan)
+        elif self.scheduler.hand_over.awaits:
+            time.sleep(IDLE_BEAT_S)  # nobody has anything to compute, and what is to come does not come faster
         self._read_down_to(self.async_depth if plan.bucket else 0)
         if plan.rerun_from is None:
             self._move_experts(plan)
@@ -169,6 +175,8 @@ class Worker:
         rows = self.scheduler.commit(proposal, prefill_allowed=plan.prefill_allowed)
         if proposal.prefill_tokens:
             self.watch.committed(rows)
+        for request in self.scheduler.take_entered():
+            self.table.enter(request, start=request.num_loaded)
         launched = self.launcher.launch(rows, plan)
         self.compute_us, self.exchange_us = launched.own_us, launched.waited_us
         self.expert_pairs = launched.num_pairs() if launched.host.back.is_done() else self.pairs_read
@@ -202,6 +210,11 @@ class Worker:
                 rank=rank,
                 step=step,
             )
+
+    def close(self) -> None:
+        """Let go of what outlives waves."""
+        self.experts.close()
+        self.scheduler.hand_over.close()
 
     def stats(self) -> RankStats:
         """This rank's counters now."""
@@ -237,6 +250,8 @@ class Worker:
             deferred_steps=self.state.cadence.tally.deferred_steps,
             token_balance=self.state.cadence.tally.balance_ratio,
             measures=self.parts.measures(),
+            lent_pages=self.scheduler.hand_over.num_lent_pages,
+            kv=replace(self.scheduler.hand_over.stats),
         )
 
     def _read_inbox(self) -> None:
@@ -293,6 +308,7 @@ class Worker:
             exchange_us=self.exchange_us,
             expert_pairs=self.expert_pairs,
             migration_ready=self.experts.ready,
+            awaiting=scheduler.hand_over.awaits,
             decode_row=decode_row,
             prefill_row=prefill_row,
             **self.watch.vote(proposal, spare_tokens=spare, now_ns=time.monotonic_ns())._asdict(),
