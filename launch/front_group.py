@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ep.errors import RequestError
 from runtime.admission import Capacity
 from runtime.intake import Bounds
+from runtime.kv_params import parse_params
 from runtime.letters import NewsLetter, NoteLetter, ReadyLetter, ToRank, WaveEndLetter, WaveLetter, letter_of
 from runtime.ranks import Item
 from runtime.sampling_params import SamplingParams
@@ -29,6 +29,8 @@ from .front_stream import OpenStream
 from .front_view import CacheFeed, CacheMirror, RankReports
 
 SWEEP_S = 1.0
+GATEWAYS_NAME = "NixlConnector"
+"""Under this name a gateway hands `kv_transfer_params` from prefill to decode; it does not look into them."""
 VERDICT_S = 2.5
 """So long a failure waits for the ranks' own word of who failed."""
 LAST_WORDS_S = 5.0
@@ -108,10 +110,15 @@ class FrontGroup:
     ) -> OpenStream:
         """For the protocol see `front_client.GroupClient`."""
         house = self._open_house()
-        if kv_transfer_params is not None:
-            rule = "must be left out: there is no connector that could fetch or leave a cache"
-            raise RequestError(field="kv_transfer_params", value="an object", rule=rule)
-        ask = Ask(n=n, rank=rank, priority=priority, cache_salt=cache_salt, deadline_s=deadline_s, interval=interval)
+        ask = Ask(
+            n=n,
+            rank=rank,
+            priority=priority,
+            cache_salt=cache_salt,
+            deadline_s=deadline_s,
+            interval=interval,
+            kv=parse_params(kv_transfer_params, self.settings.kv),
+        )
         stream = house.admit(request_id, prompt, params, ask)
         self._start_wave()
         return stream
@@ -309,8 +316,8 @@ def _info(settings: GroupSettings, facts: FactsLetter, ready: Sequence[ReadyLett
         model_dtype=facts.model_dtype,
         kv_cache_dtype=facts.kv_cache_dtype,
         config_hash=facts.config_hash,
-        kv_connector="",
-        kv_engine_id="",
+        kv_connector=GATEWAYS_NAME if settings.kv.peers else "",
+        kv_engine_id=f"serried-{facts.config_hash}" if settings.kv.peers else "",
         startup_s=facts.startup_s,
         version=facts.version,
         commit=facts.commit,

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 from ep.errors import RequestError
 from runtime.intake import Bounds, Intake
+from runtime.kv_config import KvConfig
+from runtime.kv_params import KvParams
 from runtime.letters import NewsLetter
 from runtime.outputs import News
 from runtime.placing import FrontDesk
@@ -40,6 +42,7 @@ class GroupSettings:
     caches_prefixes: bool = True
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     limits: FrontConfig = field(default_factory=FrontConfig)
+    kv: KvConfig = field(default_factory=KvConfig)
     slow_reader_s: float = 30.0
     """A token waits so long for who reads slowly, before the reader is dropped."""
 
@@ -54,6 +57,7 @@ class Ask:
     cache_salt: str = ""
     deadline_s: float | None = None
     interval: int | None = None
+    kv: KvParams | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -126,6 +130,7 @@ class House:
             priority=ask.priority,
             cache_salt=ask.cache_salt,
             taken=self._open,
+            kv=ask.kv,
         )
         self._intake.check_fits(request, ask.rank)
         pages, n = self._desk.pages_of(request), ask.n
@@ -249,5 +254,7 @@ class House:
 def _check(ask: Ask, most: int) -> None:
     if isinstance(ask.n, bool) or not isinstance(ask.n, int) or not 1 <= ask.n <= most:
         raise RequestError(field="n", value=ask.n, rule=f"must be a whole number from 1 to {most}, e.g. 1")
+    if ask.n > 1 and ask.kv is not None:
+        raise RequestError(field="n", value=ask.n, rule="must be 1 where kv_transfer_params say who fetches latents")
     if ask.deadline_s is not None and not ask.deadline_s > 0:
         raise RequestError(field="deadline_s", value=ask.deadline_s, rule="must be a number above 0, e.g. 30.0")

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Self
 
+from runtime.kv_params import KvParams
 from runtime.outputs import News, TokenLogprob
 
 from .front_client import Chunk
@@ -26,6 +27,7 @@ class _Entry:
         "error",
         "index",
         "is_ready",
+        "kv_lent",
         "logprobs",
         "num_cached",
         "offset",
@@ -44,6 +46,7 @@ class _Entry:
         self.num_cached = 0
         self.end: str | None = None
         self.error: str | None = None
+        self.kv_lent: KvParams | None = None
         self.is_ready = False
 
 
@@ -107,7 +110,8 @@ class OpenStream:
             entry.prompt_logprobs = news.prompt_logprobs
         entry.num_cached = news.num_cached
         if news.finish_reason is not None:
-            words = "the sampler found no usable logits" if news.finish_reason == "error" else None
+            words = news.error or ("the sampler found no usable logits" if news.finish_reason == "error" else None)
+            entry.kv_lent = news.kv_lent
             self._end(entry, str(news.finish_reason), words)
         if entry.end is not None or not entry.offset or len(entry.tokens) >= self._interval:
             self._let_go(entry)
@@ -163,6 +167,7 @@ class OpenStream:
             error=entry.error,
             num_cached_tokens=entry.num_cached,
             prompt_logprobs=entry.prompt_logprobs,
+            kv_transfer_params=None if entry.kv_lent is None else entry.kv_lent.as_json(),
         )
 
     def _new_entry(self, index: int) -> _Entry:

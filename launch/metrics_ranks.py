@@ -25,6 +25,7 @@ def rank_families(loads: Sequence[RankLoad], stats: Sequence[RankStats], model: 
     yield from _counters(stats, model)
     yield from _lockstep(stats)
     yield from _experts(stats)
+    yield from _latents(stats)
     by_state = {(str(load.rank), state): float(state == load.state) for load in loads for state in STATES}
     yield gauge("serried:rank_state", "1 for the state that a rank is in.", by_state, labels=("rank", "state"))
     waits = {(str(load.rank),): load.beat_wait_s for load in loads}
@@ -59,6 +60,21 @@ def _counters(stats: Sequence[RankStats], model: str) -> Iterator[Metric]:
     for rank in stats:
         steps.add_metric([str(rank.rank), model], [("+Inf", rank.steps)], rank.computed_tokens)
     yield steps
+
+
+def _latents(stats: Sequence[RankStats]) -> Iterator[Metric]:
+    """From and to elsewhere (see `hand_over`)."""
+    for name, field, about in (
+        ("serried:kv_loads", "loads", "Requests whose latents were fetched and found right."),
+        ("serried:kv_loaded_tokens", "loaded_tokens", "Tokens that needed no computing for it."),
+        ("serried:kv_loaded_bytes", "loaded_bytes", "Bytes of those latents."),
+        ("serried:kv_load_seconds", "load_s", "From room for them to found right."),
+        ("serried:kv_load_failures", "failures", "Fetches that failed, were late, or brought other latents."),
+        ("serried:kv_lent", "lent", "Prompts kept for other engines to fetch."),
+    ):
+        yield counter(name, about, {(str(rank.rank),): getattr(rank.kv, field) for rank in stats}, labels=RANK)
+    held = {(str(rank.rank),): rank.lent_pages for rank in stats}
+    yield gauge("serried:kv_lent_pages", "Held for others, or for latents on their way.", held, labels=RANK)
 
 
 def _lockstep(stats: Sequence[RankStats]) -> Iterator[Metric]:

@@ -156,6 +156,7 @@ def _papers(settled: Settled, serve: ServeConfig, front: FrontConfig, *, host: s
         caches_prefixes=config.scheduler.enable_prefix_caching,
         routing=config.routing,
         limits=front,
+        kv=config.kv,
         slow_reader_s=serve.limits.slow_reader_timeout_s,
     )
     return Papers(group=group, serve=serve, host=host, key=key.hex())

@@ -9,6 +9,7 @@ NIXL: https://github.com/ai-dynamo/nixl. The package is `nixl` (pip install serr
 from __future__ import annotations
 
 import asyncio
+import importlib
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -110,16 +111,15 @@ class NixlMover:
 
 def _agent() -> Any:
     try:
-        from nixl._api import nixl_agent, nixl_agent_config
+        api = importlib.import_module("nixl._api")
     except ImportError as error:
         raise ValueError(
             f"kv_connector nixl needs the package nixl ({error}): pip install 'serried[nixl]', or choose tcp"
         ) from error
-    return nixl_agent(f"serried-{secrets.token_hex(8)}", nixl_agent_config(backends=["UCX"]))
+    return api.nixl_agent(f"serried-{secrets.token_hex(8)}", api.nixl_agent_config(backends=["UCX"]))
 
 
 def _nixl_errors() -> tuple[type[Exception], ...]:
-    from nixl import _bindings  # the package is here, else there were no agent
-
-    found = [value for name, value in vars(_bindings).items() if name.startswith("nixl") and name.endswith("Error")]
+    bindings = importlib.import_module("nixl._bindings")  # the package is here, else there were no agent
+    found = [value for name, value in vars(bindings).items() if name.startswith("nixl") and name.endswith("Error")]
     return (RuntimeError, *found)

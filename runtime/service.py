@@ -17,6 +17,8 @@ from .wire import Command, FlushedLetter, FlushLetter, ProfileLetter, ReportLett
 from .worker import Worker
 
 REPORT_S = 0.25
+IDLE_MS = 100
+"""Between looks for pages that others have fetched."""
 
 
 class Service:
@@ -51,6 +53,18 @@ class Service:
         letter = self._log.take()
         if letter is not None:
             self._say(letter)
+
+    def idle_ms(self) -> int | None:
+        """Between waves: give back pages that were fetched by others; milliseconds until there may be more, if ever."""
+        hand_over = self._worker.scheduler.hand_over
+        if not hand_over.awaits:
+            return None
+        outcomes = hand_over.turn()
+        assert not outcomes, f"latents came between waves for {[one.request.id for one in outcomes]}"
+        if not hand_over.awaits:
+            self.report()
+            return None
+        return IDLE_MS
 
     def unfinished_ids(self) -> tuple[str, ...]:
         """Of the requests that this rank still holds."""

@@ -28,6 +28,8 @@ class Servant(Protocol):
 
     def tell_cache(self) -> None: ...
 
+    def idle_ms(self) -> int | None: ...
+
     def obey(self, command: Command, /) -> None: ...
 
     def unfinished_ids(self) -> tuple[str, ...]: ...
@@ -69,7 +71,7 @@ class WireMailbox:
                 return letter
             if self._front_is_gone:
                 return EndLetter()
-            poller.poll()
+            poller.poll(self._servant.idle_ms() if self._servant is not None else None)
 
     def take(self) -> list[Item]:
         """For the protocol see `mailbox.Mailbox`; called once a step, and so is the servant."""
