@@ -9,8 +9,8 @@ which polls. Knows the conversation; how pages come over is the `Mover`'s.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -44,18 +44,21 @@ class Mover(Protocol):
     def close(self) -> None: ...
 
 
-class Courier(Protocol):
-    """Where a fetch runs; from any thread."""
-
-    def start(self, work: Coroutine[Any, Any, None]) -> None: ...
-
-    def call_soon(self, call: Any, *words: Any) -> None: ...
-
-
 class Fetch:
     """See `connector.Load`."""
 
-    def __init__(self, want: Want, params: KvParams, *, kind: Kind, key: bytes, limit: int, mover: Mover) -> None:
+    def __init__(
+        self,
+        want: Want,
+        params: KvParams,
+        *,
+        kind: Kind,
+        key: bytes,
+        limit: int,
+        mover: Mover,
+        call_soon: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """call_soon: has something called in the event loop's thread, from any thread."""
         self.num_tokens = want.num_tokens
         self._want = want
         self._params = params
@@ -63,22 +66,17 @@ class Fetch:
         self._key = key
         self._limit = limit
         self._mover = mover
+        self._call_soon = call_soon
         self._outcome: Landed | KvLoadError | None = None
         self._given: tuple[int, Sequence[int]] | None = None
         self._cancelled = False
         self._moved = asyncio.Event()
-        self._courier: Courier | None = None
         self._pulling: asyncio.Task[Tensor | None] | None = None
-
-    def start(self, courier: Courier) -> None:
-        """Begin the conversation."""
-        self._courier = courier
-        courier.start(self._run())
 
     def begin(self, *, skip: int, pages: Sequence[int]) -> None:
         """For the protocol see `connector.Load`."""
         self._given = skip, tuple(pages)
-        self._wake()
+        self._call_soon(self._moved.set)
 
     def poll(self) -> Landed | None:
         """For the protocol see `connector.Load`."""
@@ -89,19 +87,17 @@ class Fetch:
 
     def cancel(self) -> None:
         """For the protocol see `connector.Load`."""
+        self._call_soon(self.give_up)
+
+    def give_up(self) -> None:
+        """End the conversation; in the event loop's thread."""
         self._cancelled = True
-        self._wake()
-
-    def _wake(self) -> None:
-        assert self._courier is not None, "a fetch that was never started"
-        self._courier.call_soon(self._heed)
-
-    def _heed(self) -> None:
         self._moved.set()
-        if self._cancelled and self._pulling is not None:
+        if self._pulling is not None:
             self._pulling.cancel()
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """The conversation."""
         where = f"{self._params.remote_host}:{self._params.remote_port}"
         try:
             self._outcome = await self._fetch()

@@ -109,7 +109,10 @@ class Lending:
         if lent is None or why:
             await frames.say(Gone(why))
             return
-        await self._hand_out(frames, hold.request_id, lent)
+        try:
+            await self._hand_out(frames, lent)
+        finally:  # who was cut off does not come again
+            self._end(hold.request_id)
 
     def _refusal(self, hold: Hold, lent: LentPrompt | None) -> str:
         if lent is None:
@@ -118,14 +121,13 @@ class Lending:
             return "the prompt of that name has other tokens"
         return ""
 
-    async def _hand_out(self, frames: Frames, name: str, lent: LentPrompt) -> None:
+    async def _hand_out(self, frames: Frames, lent: LentPrompt) -> None:
         kept = lent.kept
         self._extend(lent)
         await frames.say(Manifest(sums=kept.sums, pages=kept.pages, lease_s=self._lease_s, place=self._place))
         while True:
             letter = await frames.hear()
             if isinstance(letter, Done):
-                self._end(name)
                 return
             if lent.over:
                 raise BadLetter("its lease is over")

@@ -24,6 +24,7 @@ from .kv_params import KvParams
 SPARE_BYTES = 1 << 16
 """Of a letter beside a page."""
 SWEEPS_A_LEASE = 10
+LAST_WORDS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,7 @@ class PeerConnector:
         )
         self._loop = asyncio.new_event_loop()
         self._work: set[asyncio.Task[None]] = set()
+        self._fetches: dict[Fetch, asyncio.Task[None]] = {}
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"kv-{terms.protocol}", daemon=True)
         self._thread.start()
         self._closed = False
@@ -67,8 +69,16 @@ class PeerConnector:
         params = want.params
         if params is None or params.remote_protocol not in (None, self._terms.protocol):
             return None
-        fetch = Fetch(want, params, kind=self._terms.kind, key=self._key, limit=self._limit, mover=self._mover)
-        fetch.start(self)
+        fetch = Fetch(
+            want,
+            params,
+            kind=self._terms.kind,
+            key=self._key,
+            limit=self._limit,
+            mover=self._mover,
+            call_soon=self.call_soon,
+        )
+        self._loop.call_soon_threadsafe(self._start, fetch)
         return fetch
 
     def save(self, digest: bytes, page: int) -> None:
@@ -99,19 +109,20 @@ class PeerConnector:
         self._loop.close()
         self._mover.close()
 
-    def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """For the protocol see `kv_fetch.Courier`."""
-        self._loop.call_soon_threadsafe(self._begin, work)
-
-    def call_soon(self, call: Any, *words: Any) -> None:
-        """For the protocol see `kv_fetch.Courier`. Nothing happens any more once the connector is closed."""
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """In the event loop's thread. Nothing happens any more once the connector is closed."""
         if not self._closed:
-            self._loop.call_soon_threadsafe(call, *words)
+            self._loop.call_soon_threadsafe(call)
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, fetch: Fetch) -> None:
+        task = self._fetches[fetch] = self._begin(fetch.run())
+        task.add_done_callback(lambda _: self._fetches.pop(fetch))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
+        return task
 
     async def _listen(self) -> int:
         config, rank = self._terms.config, self._terms.rank
@@ -142,6 +153,11 @@ class PeerConnector:
         server = getattr(self, "_server", None)
         if server is not None:
             server.close()
+        fetches = dict(self._fetches)
+        for fetch in fetches:
+            fetch.give_up()
+        if fetches:  # they tell those who keep something for them
+            await asyncio.wait(fetches.values(), timeout=LAST_WORDS_S)
         work = list(self._work)
         for task in work:
             task.cancel()

@@ -197,10 +197,9 @@ def test_another_prompt_of_that_name_is_not_handed_out(small_v3: Path, alone: Al
 
 def test_an_expired_lease_gives_the_pages_back_and_fails_the_fetch(small_v3: Path, alone: Alone):
     one = ask(35)
-    with engine(small_v3, kv_connector="tcp", kv_lease_s=0.2) as first:
+    with engine(small_v3, kv_connector="tcp", kv_lease_s=1.0) as first:
         [given] = prefill(first, [one])
         assert sum(stats.lent_pages for stats in first.stats().ranks) == 4
-        time.sleep(0.4)
         check_whole(first)
         expect_failure(small_v3, given, one, "its lease is over", alone)
 
@@ -220,7 +219,7 @@ def test_a_request_whose_latents_do_not_come_holds_nobody_back(small_v3: Path, a
     halt = [workers(prefiller)[rank].scheduler.hand_over._connectors[0] for rank in range(2)]
     with engine(small_v3, kv_connector="tcp", kv_load_timeout_s=1.0) as second:
         for connector in halt:  # the lender's thread stands still until it is woken
-            connector.call_soon(time.sleep, 2.5)
+            connector.call_soon(lambda: time.sleep(2.5))
         begin = time.monotonic()
         second.submit(one.prompt, one.params, request_id="late", kv_transfer_params=given)
         for index, other in enumerate(others):
@@ -230,7 +229,7 @@ def test_a_request_whose_latents_do_not_come_holds_nobody_back(small_v3: Path, a
         assert ends[-2][1] < ends[-1][1]
         assert ends[-1][1] >= 1.0
         check_whole(second)
-    decode_in_order(small_v3, one, given)
+    check_whole(prefiller)
 
 
 def test_an_abort_while_latents_are_on_their_way_leaves_nothing_behind(small_v3: Path, prefiller: Engine):
