@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,12 +18,15 @@ import torch
 
 from ep import RequestError
 from runtime import Engine, FinishReason, RequestOutput, SamplingParams
+from runtime.kv_config import KvConfig
+from runtime.prefix import token_digest
 from tests.runtime.handing import BASE, GREEDY, check_whole, decode, engine, prefill, total, workers
-from tests.runtime.mixes import Ask
+from tests.runtime.mixes import Ask, engine_config
 from tests.runtime.test_invariance import assert_same, mixed_asks
 
 pytestmark = pytest.mark.timeout(60)
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 Alone = Callable[[Ask], RequestOutput]
 NIXL = pytest.param(
     "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="there is no package nixl here")
@@ -174,17 +181,11 @@ def decode_in_order(model: Path, one: Ask, given: dict[str, Any]) -> list[Reques
 def test_another_model_is_found_in_the_handshake(small_v3: Path, prefiller: Engine):
     one = ask(33)
     [given] = prefill(prefiller, [one])
-    with Engine(replace(engine_of_seed(small_v3), seed=7)) as second:
+    config = replace(engine_config(small_v3, BASE), kv=KvConfig(kv_connector="tcp"), seed=7)
+    with Engine(config) as second:
         [output] = decode(second, [one], [given])
         assert "computes other latents: its model is" in output.error
     decode_in_order(small_v3, one, given)
-
-
-def engine_of_seed(model: Path) -> Any:
-    from runtime.kv_config import KvConfig
-    from tests.runtime.mixes import engine_config
-
-    return replace(engine_config(model, BASE), kv=KvConfig(kv_connector="tcp"))
 
 
 def test_another_prompt_of_that_name_is_not_handed_out(small_v3: Path, alone: Alone, prefiller: Engine):
@@ -290,3 +291,38 @@ def test_requests_that_name_strangers_are_refused_at_the_door(small_v3: Path, pr
             second.submit([1, 2, 3], kv_transfer_params={"do_remote_decode": True})
     with engine(small_v3) as third, pytest.raises(RequestError, match="no connector here"):
         third.submit([1, 2, 3], kv_transfer_params=good)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_killing_the_prefill_engine_while_pages_travel_costs_no_page_and_no_token(
+    small_v3: Path, alone: Alone, policy: str
+):
+    one = ask(50)
+    with engine(small_v3, replace(BASE, ranks=1), kv_connector="tcp", kv_load_failure_policy=policy) as second:
+        cache = workers(second)[0].decoder.cache.pages
+        asked = {
+            "protocol": "tcp",
+            "model": workers(second)[0].scheduler.hand_over._connectors[0]._terms.kind.model,
+            "shape": list(cache.shape),
+            "num_tokens": len(one.prompt) - 1,
+            "identity": token_digest(one.prompt[:-1]).hex(),
+            "page_s": 0.5,
+        }
+        program = [sys.executable, "-m", "tests.runtime.programs.lending", json.dumps(asked)]
+        with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=ROOT) as lender:
+            given = json.loads(lender.stdout.readline())
+
+            def kill() -> None:
+                assert [lender.stdout.readline() for _ in range(2)] == ["page\n"] * 2
+                lender.kill()
+
+            killer = threading.Thread(target=kill)
+            killer.start()
+            [output] = decode(second, [one], [given])
+            killer.join()
+        if policy == "recompute":
+            assert_same(output, alone(one))
+        else:
+            assert (output.finish_reason, output.token_ids) == (FinishReason.ERROR, [])
+        assert total(second, "failures") == 1
+        check_whole(second)
