@@ -173,7 +173,7 @@ def _facts_letter(place: Place, facts: GroupFacts) -> FactsLetter:
         eos_token_ids=facts.model.eos_token_ids,
         bos_token_id=facts.model.bos_token_id,
         model_dtype=dtype,
-        kv_cache_dtype=dtype,
+        kv_cache_dtype="fp8" if settled.config.cache.is_fp8 else dtype,
         max_num_seqs=settled.config.scheduler.max_num_seqs,
         config_hash=f"{settled.config.digest((settled.model, settled.from_files)):016x}",
         startup_s=dict(place.times.seconds),

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ep import RequestError
-from runtime import Engine, FinishReason, RequestOutput, SamplingParams
+from runtime import CacheConfig, Engine, EngineConfig, FinishReason, RequestOutput, SamplingParams
 from runtime.kv_config import KvConfig
 from runtime.prefix import token_digest
 from tests.runtime.handing import BASE, GREEDY, check_whole, decode, engine, prefill, total, workers
@@ -326,3 +326,30 @@ def test_killing_the_prefill_engine_while_pages_travel_costs_no_page_and_no_toke
             assert (output.finish_reason, output.token_ids) == (FinishReason.ERROR, [])
         assert total(second, "failures") == 1
         check_whole(second)
+
+
+def test_pages_in_fp8_travel_as_they_are_and_never_into_a_plain_cache():
+    """Greedy in float32: tokens are those of one engine with such a cache; log-probabilities as near as float32 is."""
+    prompts = [[5, 6, 7, 400], list(range(20, 90)), list(range(300, 333))]
+    params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=1)
+    asks = [Ask(prompt=tuple(one), params=params) for one in prompts]
+
+    def of(kv_cache_dtype: str, **kv: Any) -> EngineConfig:
+        return EngineConfig(
+            model="profiles/models/tiny-v3",
+            dtype="float32",
+            cache=CacheConfig(num_blocks=64, block_size=16, kv_cache_dtype=kv_cache_dtype),
+            kv=KvConfig(**kv),
+        )
+
+    with Engine(of("fp8")) as together, Engine(of("fp8", kv_connector="tcp")) as first:
+        truth = together.generate(prompts, params)
+        with Engine(of("fp8", kv_connector="tcp")) as second:
+            for output, other in zip(decode(second, asks, prefill(first, asks)), truth, strict=True):
+                assert output.token_ids == other.token_ids
+                for mine, theirs in zip(output.logprobs, other.logprobs, strict=True):
+                    assert abs(mine.logprob - theirs.logprob) < 1e-3
+            assert total(second, "loads") == 3
+        with Engine(of("auto", kv_connector="tcp")) as plain:
+            given = prefill(first, asks)
+            assert all("its layout is" in output.error for output in decode(plain, asks, given))
