@@ -25,6 +25,8 @@ SPARE_BYTES = 1 << 16
 """Of a letter beside a page."""
 SWEEPS_A_LEASE = 10
 LAST_WORDS_S = 1.0
+MAX_TALKS = 1024
+"""Conversations at a time; whoever calls after that is not answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +134,9 @@ class PeerConnector:
         return self._server.sockets[0].getsockname()[1]
 
     def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._work) > MAX_TALKS:
+            writer.close()
+            return
         self._begin(self._serve(reader, writer))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -110,7 +110,7 @@ def test_what_can_never_run_is_told_by_its_field():
             ("n", {"n": 0}),
             ("rank", {"rank": 2}),
             ("deadline_s", {"deadline_s": 0.0}),
-            ("kv_transfer_params", {"kv_transfer_params": {}}),
+            ("kv_transfer_params", {"kv_transfer_params": {"do_remote_decode": True}}),
         ):
             with pytest.raises(RequestError) as caught:
                 group.admit(**({"request_id": "b", "prompt": [5], "params": PARAMS} | asked))

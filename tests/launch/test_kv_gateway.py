@@ -142,15 +142,23 @@ def test_two_servers_answer_as_one_engine_and_lose_no_page(tiny: str, tmp_path: 
         name = wait_for(both, api)
 
         def ask(prompt: str) -> str:
-            done = api.completions.create(model=name, prompt=prompt, max_tokens=NUM_TOKENS, temperature=0.0)
-            return done.choices[0].text
+            for _ in range(10):
+                try:
+                    done = api.completions.create(model=name, prompt=prompt, max_tokens=NUM_TOKENS, temperature=0.0)
+                except (
+                    openai.InternalServerError
+                ) as error:  # the gateway gives a worker some 4 s, on a busy machine too
+                    assert error.status_code in (503, 504), error
+                else:
+                    return done.choices[0].text
+            raise AssertionError(f"no answer to {prompt!r}")
 
-        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
             found = list(pool.map(ask, PROMPTS))
         assert found == texts(tiny)
         assert both.value(both.decode_http, "serried:kv_loads_total") > 50
         assert both.value(both.decode_http, "serried:kv_load_failures_total") == 0
-        until = time.monotonic() + 10
+        until = time.monotonic() + 45  # a lease, where the gateway did not wait for an answer
         while both.value(both.prefill_http, "serried:kv_lent_pages") and time.monotonic() < until:
             time.sleep(0.1)
         for http in (both.prefill_http, both.decode_http):

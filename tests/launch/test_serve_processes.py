@@ -78,7 +78,12 @@ def test_an_abort_ends_the_stream_and_frees_every_page(served: Served):
 
 def test_a_bad_request_is_refused_in_words_and_harms_nobody(served: Served):
     assert "from 0 to 2047" in served.one({"admit": {"id": "bad", "prompt": [99999]}})["refused"]
-    assert "connector" in served.one({"admit": {"id": "bad", "prompt": [1], "kv_transfer_params": {}}})["refused"]
+    assert (
+        "connector"
+        in served.one({"admit": {"id": "bad", "prompt": [1], "kv_transfer_params": {"do_remote_decode": True}}})[
+            "refused"
+        ]
+    )
     assert served.one({"health": None})["state"] == "ready"
 
 
