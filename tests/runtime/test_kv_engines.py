@@ -29,7 +29,10 @@ pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).resolve().parent.parent.parent
 Alone = Callable[[Ask], RequestOutput]
 NIXL = pytest.param(
-    "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="there is no package nixl here")
+    "nixl",
+    1,
+    8,
+    marks=pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="there is no package nixl here"),
 )
 
 
@@ -49,12 +52,12 @@ def ask(seed: int, length: int = 53) -> Ask:
     return Ask(prompt=prompt(seed, length), params=GREEDY)
 
 
-@pytest.mark.parametrize("name", ["tcp", NIXL])
-def test_prefill_and_decode_engines_answer_as_one(small_v3: Path, alone: Alone, name: str):
-    asks = mixed_asks(21, 14)
+@pytest.mark.parametrize(("name", "ranks", "count"), [("tcp", 3, 14), NIXL])
+def test_prefill_and_decode_engines_answer_as_one(small_v3: Path, alone: Alone, name: str, ranks: int, count: int):
+    asks = mixed_asks(21, count)
     with (
-        engine(small_v3, kv_connector=name, kv_role="prefill") as first,
-        engine(small_v3, replace(BASE, ranks=3), kv_connector=name, kv_role="decode") as second,
+        engine(small_v3, replace(BASE, ranks=min(ranks, 2)), kv_connector=name, kv_role="prefill") as first,
+        engine(small_v3, replace(BASE, ranks=ranks), kv_connector=name, kv_role="decode") as second,
     ):
         outputs = decode(second, asks, prefill(first, asks))
         for one, output in zip(asks, outputs, strict=True):
