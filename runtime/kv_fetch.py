@@ -41,6 +41,10 @@ class Mover(Protocol):
         """
         ...
 
+    def tick(self) -> None:
+        """Called every few milliseconds while somebody may read pages here."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -72,6 +72,10 @@ class NixlMover:
         except _nixl_errors() as error:
             raise KvLoadError(f"NIXL: {error or type(error).__name__}") from error
 
+    def tick(self) -> None:
+        """For the protocol see `kv_fetch.Mover`: NIXL's own thread for that would keep a core busy for ever."""
+        self._agent.get_new_notifs()
+
     async def _read(self, place: Place, theirs: list[tuple[int, int, int]], mine: list[tuple[int, int, int]]) -> None:
         agent = self._agent
         name = self._agents.get(place.agent)
@@ -116,7 +120,9 @@ def _agent() -> Any:
         raise ValueError(
             f"kv_connector nixl needs the package nixl ({error}): pip install 'serried[nixl]', or choose tcp"
         ) from error
-    return api.nixl_agent(f"serried-{secrets.token_hex(8)}", api.nixl_agent_config(backends=["UCX"]))
+    return api.nixl_agent(
+        f"serried-{secrets.token_hex(8)}", api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+    )
 
 
 def _nixl_errors() -> tuple[type[Exception], ...]:

@@ -25,6 +25,7 @@ SPARE_BYTES = 1 << 16
 """Of a letter beside a page."""
 SWEEPS_A_LEASE = 10
 LAST_WORDS_S = 1.0
+TICK_S = 0.002
 MAX_TALKS = 1024
 """Conversations at a time; whoever calls after that is not answered."""
 
@@ -142,12 +143,19 @@ class PeerConnector:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             frames = await asyncio.wait_for(accept_frames(reader, writer, key=self._key, limit=SPARE_BYTES), HELLO_S)
+            ticking = self._begin(self._tick())
             try:
                 await self.lending.serve(frames)
             finally:
+                ticking.cancel()
                 await frames.close()
         except (OSError, EOFError, TimeoutError):
             return  # who called is gone; what it held is kept for its lease
+
+    async def _tick(self) -> None:
+        while True:
+            self._mover.tick()
+            await asyncio.sleep(TICK_S)
 
     async def _sweep(self) -> None:
         while True:

@@ -37,5 +37,8 @@ class TcpMover:
             content_NY[number] = torch.frombuffer(bytearray(letter.content), dtype=torch.uint8)
         return content_NY.view(len(pages), cache.num_layers, cache.layer_bytes)
 
+    def tick(self) -> None:
+        """Nothing to do."""
+
     def close(self) -> None:
         """Nothing to let go of."""
