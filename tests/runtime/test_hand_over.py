@@ -71,10 +71,10 @@ class Scripted:
     """A connector that has everything that is asked for by name."""
 
     def __init__(self, cache: PageBytes) -> None:
-        self.cache, self.loads, self.lents = cache, [], []
+        self.cache, self.loads, self.lents, self.has_all = cache, [], [], False
 
     def find(self, want: Want) -> ScriptedLoad | None:
-        if want.params is None:
+        if want.params is None and not self.has_all:
             return None
         self.loads.append(ScriptedLoad(want, self.cache))
         return self.loads[-1]
@@ -264,6 +264,32 @@ def test_a_group_that_can_only_wait_for_latents_is_not_stalled():
     assert not plan.stalled
     plan, _ = decide([still, still], HeartbeatState())
     assert plan.stalled
+
+
+def test_a_store_that_fails_is_not_asked_again_and_its_request_never_fails():
+    rank = Rank(num_pages=20)
+    rank.connector.has_all = True
+    rank.add("x", 9)
+    assert rank.step() == []
+    rank.connector.loads[0].end = "a broken disk"
+    assert rank.step() == ["x"]
+    while "x" not in rank.ended:
+        rank.step()
+    assert rank.ended["x"] is FinishReason.LENGTH
+    assert len(rank.connector.loads) == 1
+    assert rank.held() == 0
+
+
+def test_a_request_that_asks_about_its_prompt_is_computed():
+    """What is fetched, nobody knows the logits of."""
+    rank = Rank(num_pages=20)
+    rank.connector.has_all = True
+    request = Request(
+        id="x", prompt=(1, 2, 3, 4, 5), params=SamplingParams(prompt_logprobs=1), arrival=0, kv=FROM_ELSEWHERE
+    )
+    assert not rank.hand_over.asks(request)
+    assert rank.hand_over.offer(request, num_found=0) is None
+    assert rank.connector.loads == []
 
 
 def random_life(seed: int) -> dict[str, Any]:
