@@ -31,6 +31,9 @@ class FakeServant:
     def turn(self) -> None:
         self.turns += 1
 
+    def idle_ms(self) -> int | None:
+        return None
+
     def tell_cache(self) -> None:
         pass
 
