@@ -10,7 +10,10 @@ and Q = N + P.
 import math
 from dataclasses import dataclass, fields
 
-__all__ = ["MlaConfig", "RopeConfig", "YarnScaling", "yarn_mscale"]
+__all__ = ["GROUP", "MlaConfig", "RopeConfig", "YarnScaling", "fp8_row_bytes", "yarn_mscale"]
+
+GROUP = 128
+"""Latents of a row in fp8 that share a scale."""
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -127,3 +130,9 @@ class MlaConfig:
         """What scores are multiplied by before the softmax: 1/sqrt(Q), times YaRN's correction."""
         plain = self.qk_head_dim**-0.5
         return plain if self.rope.scaling is None else plain * self.rope.scaling.score_scale
+
+
+def fp8_row_bytes(rank: int, rope_dim: int) -> int:
+    """Bytes of one token in one layer. `rank` must be a multiple of 128."""
+    assert rank % GROUP == 0, f"a latent of {rank} does not fill groups of {GROUP}"
+    return rank + 4 * (rank // GROUP) + 2 * rope_dim

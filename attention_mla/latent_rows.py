@@ -15,19 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .config import GROUP, fp8_row_bytes
+
 __all__ = ["FP8", "GROUP", "LatentRows", "Latents", "fp8_row_bytes"]
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-GROUP = 128
 FLOOR = 1e-4
 """Of the largest magnitude of a group: keeps a group of zeros finite."""
-
-
-def fp8_row_bytes(rank: int, rope_dim: int) -> int:
-    """Bytes of one token in one layer. `rank` must be a multiple of 128."""
-    assert rank % GROUP == 0, f"a latent of {rank} does not fill groups of {GROUP}"
-    return rank + 4 * (rank // GROUP) + 2 * rope_dim
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dbo.policy import Choice, DboConfig, Decision, Need, OverlapState, Taken, choose, halted
 
 from .costs import Operations, StepCosts, StepShape
 from .hardware import Hardware
-from .rows import Proposal
 from .votes import Vote
+
+if TYPE_CHECKING:  # made of numpy's columns; votes are agreed on without
+    from .rows import Proposal
 
 
 def longest_rows(proposal: Proposal) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from attention_mla import fp8_row_bytes
+from attention_mla.config import fp8_row_bytes
 
 from .costs import StepFrame
 from .hardware import Hardware

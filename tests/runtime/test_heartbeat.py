@@ -253,7 +253,7 @@ def test_idleness_is_known_within_as_many_steps_as_are_in_flight(depth: int):
 
 BARE = """
 import sys, types
-for name in ("runtime", "ep", "dbo"):
+for name in ("runtime", "ep", "dbo", "attention_mla"):
     room = types.ModuleType(name)
     room.__path__ = [name]
     sys.modules[name] = room
