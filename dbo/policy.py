@@ -66,12 +66,6 @@ class DboConfig:
         """Tracks that any step can have."""
         return 1 if self.dbo == "off" else self.dbo_tracks
 
-    @property
-    def left_sms(self) -> int:
-        """Multiprocessors that exchanges are held to, and that kernels of a cut step leave to them; 0 where no step is
-        cut: nothing runs beside an exchange then but what fits."""
-        return 0 if self.dbo == "off" else self.comm_sms
-
 
 class Choice(StrEnum):
     """Why a step is cut, or why not."""

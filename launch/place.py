@@ -159,7 +159,7 @@ class Place:
             meeting,
             interface=flags.meeting.interface,
             device=settled.device,
-            comm_sms=settled.config.overlap.left_sms,
+            comm_sms=settled.config.left_sms,
         )
         self.transport = stack.enter_context(closing(transport))
         self._excuses = no_excuse

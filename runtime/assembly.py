@@ -359,7 +359,7 @@ def build_decoder(
         rank=rank,
         ops=config.ops,
         tell_experts=config.eplb.record_routing_tokens > 0,
-        comm_sms=config.overlap.left_sms,
+        comm_sms=config.left_sms,
         parts=timer,
         through=through,
     )

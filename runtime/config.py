@@ -154,6 +154,12 @@ class EngineConfig:
         if self.cadence.itl_target_ms is not None and self.hardware is None:
             raise ValueError("itl_target_ms is set; it needs hardware, e.g. profiles/hardware/h200.toml")
 
+    @property
+    def left_sms(self) -> int:
+        """Multiprocessors that exchanges are held to, and that kernels of a cut step leave to them; 0 where no step is
+        cut: nothing runs beside an exchange then but what fits."""
+        return 0 if self.overlap.dbo == "off" else self.overlap.comm_sms
+
     def digest(self, model: object) -> int:
         """63 bits over these settings and the parsed `model`: equal on ranks that may decode together.
 

@@ -304,7 +304,7 @@ def _device(name: str) -> torch.device:
 def _check_sms(config: EngineConfig, device: torch.device) -> None:
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
-        refuse_all_sms(config.overlap.left_sms, device=found.name, multiprocessors=found.multi_processor_count)
+        refuse_all_sms(config.left_sms, device=found.name, multiprocessors=found.multi_processor_count)
 
 
 def _device_bytes(device: torch.device) -> int:

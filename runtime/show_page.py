@@ -15,6 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -40,7 +41,8 @@ _PLACE = {name: place for place, name in enumerate(WORDS)}
 _HEAT_AT = 8 * 64
 _NOTE_AT = _HEAT_AT + 4 + 2 * HEAT_CELLS
 PAGE_BYTES = 4096
-_TRIES = 1000
+_TRIES, _PAUSE_S = 500, 1e-4
+"""A write takes microseconds, but for a rank that is stopped amid one, or has no core."""
 
 
 class PageState(IntEnum):
@@ -150,15 +152,23 @@ def read_page(path: Path) -> Shown | None:
 
 def _settled(path: Path) -> bytes | None:
     """The page's bytes between two writes; of a rank that was stopped amid one, as they are."""
-    data = b""
-    for _ in range(_TRIES):
-        data = path.read_bytes()
-        if len(data) != PAGE_BYTES:
-            return None
-        begun, ended = struct.unpack_from("<2q", data, 8)
-        if begun == ended:
-            break
+    with path.open("rb", buffering=0) as file:
+        data = b""
+        for _ in range(_TRIES):
+            begun, ended = _writes(file.fileno())
+            data = os.pread(file.fileno(), PAGE_BYTES + 1, 0)
+            if len(data) != PAGE_BYTES:
+                return None
+            if begun == ended == _writes(file.fileno())[0]:
+                break  # none was under way before, and none has begun since
+            time.sleep(_PAUSE_S)
     return data
+
+
+def _writes(descriptor: int) -> tuple[int, int]:
+    """How many have begun, and have ended; (0, 0) of what is too short for a page."""
+    found = os.pread(descriptor, 16, 8)
+    return struct.unpack("<2q", found) if len(found) == 16 else (0, 0)
 
 
 def process_state(pid: int, started: int) -> str:

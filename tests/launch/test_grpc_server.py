@@ -47,8 +47,8 @@ MAPPED = "0000000000000000FFFF00000100007F"
 """127.0.0.1 as an address of IPv6, which gRPC prefers."""
 
 
-def listening() -> set[str]:
-    """Addresses that sockets of this process listen on."""
+def listening() -> set[tuple[str, str]]:
+    """Sockets of this process that listen: address and inode."""
     inodes = set()
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -60,7 +60,7 @@ def listening() -> set[str]:
         with open(table) as lines:
             for fields in (line.split() for line in list(lines)[1:]):
                 if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                    found.add(fields[1].split(":")[0][:size])
+                    found.add((fields[1].split(":")[0][:size], fields[9]))
     return found
 
 
@@ -68,7 +68,7 @@ def test_it_listens_on_loopback_alone(run, tiny):
     async def body():
         before = listening()
         async with served(tiny):
-            assert listening() - before == {"0100007F", MAPPED}
+            assert {address for address, _ in listening() - before} == {"0100007F", MAPPED}
 
     run(body())
 

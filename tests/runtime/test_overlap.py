@@ -16,7 +16,7 @@ from attention_mla import attention_ops
 from dbo import Choice, OverlapState, most_tokens
 from dbo.policy import DboConfig, Need, Taken
 from moe import moe_ops
-from runtime import Engine, SamplingParams
+from runtime import Engine, EngineConfig, SamplingParams
 from runtime.hardware import Hardware
 from runtime.heartbeat import HeartbeatState, decide
 from runtime.overlap import comm_share, longest_rows, need_of, taken_of, uncut_words
@@ -65,10 +65,10 @@ class Seen:
         self.bounds: dict[int, int] = {}
         plain_drive = EagerRunner.drive
 
-        def drive(runner, tracks, terms, *, step: int):
+        def drive(runner, tracks, terms, *, step: int, prompt_rows=None):
             self.tokens.setdefault(step, []).append([view.num_tokens for view, _ in tracks])
             self.bounds[step] = terms.bucket
-            return plain_drive(runner, tracks, terms, step=step)
+            return plain_drive(runner, tracks, terms, step=step, prompt_rows=prompt_rows)
 
         monkeypatch.setattr(EagerRunner, "drive", drive)
 
@@ -220,7 +220,7 @@ def test_grids_that_stay_are_smaller_by_what_is_left_to_exchanges(make: Callable
 
 
 def test_a_run_that_cuts_no_step_leaves_nothing():
-    assert (DboConfig(dbo="auto").left_sms, DboConfig(dbo="off").left_sms) == (20, 0)
+    assert [EngineConfig(model="", overlap=DboConfig(dbo=dbo)).left_sms for dbo in ("auto", "off")] == [20, 0]
 
 
 def test_exchanges_cannot_take_the_whole_device():
