@@ -29,7 +29,7 @@ LOPSIDED = 0.75
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DboConfig:
-    """Dual-batch overlap; equal on every rank. The docstrings under the fields are the command line's help."""
+    """Dual-batch overlap; equal on every rank."""
 
     dbo: Literal["off", "on", "auto"] = "off"
     """Cut steps in two so that one half computes while the other's rows travel: off; on: whenever a step has enough

@@ -26,7 +26,7 @@ from .transport import Pending, Tag, Transport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkConfig:
-    """The network that a rank is to seem to have. The docstrings under the fields are the command line's help."""
+    """The network that a rank is to seem to have."""
 
     link_latency_us: float = 0.0
     """Microseconds that rows are under way, however few they are."""

@@ -19,6 +19,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from io import TextIOWrapper
 from typing import Any, NoReturn, TextIO, cast
 
@@ -51,7 +52,7 @@ examples:
   serried doctor FLIGHT_FOLDER
   serried eplb routing --num-redundant-experts 32
 
-`serried COMMAND --help` lists a command's flags.
+`serried COMMAND --help` lists a command's flags; `serried --version` says which this is.
 """
 COMMANDS = ("bench", "config", "doctor", "eplb", "generate", "plan", "serve", "shard", "simulate", "top")
 
@@ -87,6 +88,9 @@ def _run(words: list[str], child: Child | None) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(ABOUT, end="")
         return DONE if words else REFUSED
+    if words[0] in ("-V", "--version"):
+        print(f"serried {version('serried')}")
+        return DONE
     if words[0] not in COMMANDS:
         _say(f"{words[0]!r} is not a command; the commands are {', '.join(COMMANDS)}, e.g. serried plan --help")
         return REFUSED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,11 +71,11 @@ COMMANDS = {
     ),
     "bench host": Command(flags=bench.HostFlags, run=bench.run, about=bench.ABOUT, starts_ranks=True),
     "bench kernels": Command(flags=bench_kernels.KernelFlags, run=bench_kernels.run, about=bench_kernels.ABOUT),
-    "bench overlap": Command(
-        flags=bench_overlap.OverlapFlags, run=bench_overlap.run, about=bench_overlap.ABOUT, starts_ranks=True
-    ),
     "bench latency": Command(
         flags=bench_latency.LatencyFlags, run=bench_latency.run, about=bench_latency.ABOUT, starts_ranks=True
+    ),
+    "bench overlap": Command(
+        flags=bench_overlap.OverlapFlags, run=bench_overlap.run, about=bench_overlap.ABOUT, starts_ranks=True
     ),
     "bench rank-slice": Command(
         flags=bench_rank_slice.RankSliceFlags, run=bench_rank_slice.run, about=bench_rank_slice.ABOUT
@@ -136,8 +136,21 @@ def _whole_name(name: str, words: Sequence[str]) -> tuple[str, Sequence[str]]:
         return whole, words[1:]
     if name in COMMANDS:
         return name, words
-    known = [each for each in COMMANDS if each.startswith(f"{name} ")]
+    known = {each: command for each, command in COMMANDS.items() if each.startswith(f"{name} ")}
     if words[:1] in (["--help"], ["-h"]):
-        print("\n".join(f"serried {each} --help" for each in known))
+        print(_list_of(name, known), end="")
         sys.exit(0)
-    raise Refusal(f"{whole!r} is not a command; there is {', '.join(known)}, e.g. serried {known[0]} --help")
+    parts = ", ".join(each.removeprefix(f"{name} ") for each in known)
+    what = f"{whole!r} is not a command" if words else f"{name} what"
+    raise Refusal(f"{what}; there is {parts}, e.g. serried {next(iter(known))} --help")
+
+
+def _list_of(name: str, known: Mapping[str, Command]) -> str:
+    """The commands that begin with `name`, a line each: the first sentence of their help."""
+    lines = [f"  {each.removeprefix(f'{name} '):<12} {_first_line(command.about)}" for each, command in known.items()]
+    head = f"usage: serried {name} WHAT ...\n\n"
+    return head + "\n".join([*lines, "", f"`serried {name} WHAT --help` lists the flags of one.", ""])
+
+
+def _first_line(about: str) -> str:
+    return about.split("\n\n")[0].replace("\n", " ")

@@ -9,7 +9,7 @@ from runtime.admission import at_least
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontConfig:
-    """The front door's limits. The docstrings under the fields are the command line's help."""
+    """The front door's limits."""
 
     max_queued_tokens: int = 262144
     """Prompt tokens of requests that wait for their first token, over all ranks; what would be more is refused."""

@@ -8,23 +8,35 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
 import tyro
 
+from .help_text import plain_help, without_none
 from .refusal import Refusal
+from .vllm_flags import of_vllm
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 RULE = re.compile(r"[╭╮╰╯│─\- ]*")
 """A line that only draws: the parser's boxes, or its rules of hyphens where the output is not UTF-8."""
+WIDEST = 120
+"""Columns of help, at most."""
+UNKNOWN = re.compile(r"unrecognized options: (-\S+?)(?:[,=]| |$)")
+
+
+class BoxedText(io.StringIO):
+    """A file for the parser's help, which is to draw boxes whatever the real output can spell."""
+
+    encoding = "utf-8"
 
 
 def parse_flags(flags: type[Any], words: Sequence[str], *, name: str, about: str) -> Any:
     """`words` as an instance of `flags`; `--help` prints and exits with 0. Raises Refusal with what is wrong."""
-    said = io.StringIO()
+    said, shown = io.StringIO(), BoxedText()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
             return tyro.cli(
                 flags,
                 prog=f"serried {name}",
@@ -34,9 +46,12 @@ def parse_flags(flags: type[Any], words: Sequence[str], *, name: str, about: str
             )
     except SystemExit as exit_:
         if exit_.code in (0, None):
+            width = min(shutil.get_terminal_size().columns, WIDEST)
+            print(plain_help(COLOUR.sub("", shown.getvalue()), width=width), end="")
             raise
         text = COLOUR.sub("", said.getvalue())  # the parser colours what it says where standard error is a terminal
-        raise Refusal(f"{_one_line(text, exit_)} (serried {name} --help)") from exit_
+        line = without_none(_one_line(text, exit_)).replace(" (required)", "")
+        raise Refusal(f"{_vllm_line(line) or line} (serried {name} --help)") from exit_
 
 
 def _one_line(box: str, exit_: SystemExit) -> str:
@@ -50,3 +65,9 @@ def _one_line(box: str, exit_: SystemExit) -> str:
         return text[:1].lower() + text[1:]
     words = str(cause) if isinstance(cause, ValueError) else text[place.end() :]
     return f"{place[1]}: {words}" if place[1].startswith("-") else words
+
+
+def _vllm_line(line: str) -> str | None:
+    """What to say instead, where the flag that is unknown here is one of `vllm serve`."""
+    unknown = UNKNOWN.match(line)
+    return of_vllm(unknown[1]) if unknown else None

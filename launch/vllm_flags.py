@@ -23,12 +23,14 @@ class Rule:
     kind     same: a setting; always: it is so here anyway; elsewhere: said to another part; none: no counterpart
     says     why, for people
     values   words that follow: 0 for a switch, 1, or -1 for all up to the next flag
+    door     the setting of `serried serve` that its value is, if it is one
     """
 
     kind: Literal["same", "always", "elsewhere", "none"]
     says: str = ""
     means: Means | None = None
     values: int = 1
+    door: str = ""
 
 
 def whole(text: str) -> int:
@@ -98,18 +100,18 @@ def _load_format(text: str) -> Settings:
     return {"load_format": "dummy" if text == "dummy" else "auto"}
 
 
-DOOR = "the front door's: serried serve, or the gateway before it"
+DOOR = "the gateway's, before serried serve"
 MEETING = "ranks meet by --rendezvous, --key-file and --interface, or by the launcher's own words"
 TENSOR = (
-    "MLA keeps one latent for all heads, so splitting heads would only copy it: ranks are --data-parallel-size x this"
+    "MLA keeps one latent for all heads, so splitting heads would only copy it: --ranks is --data-parallel-size x this"
 )
 LAUNCHER = "torchrun, mpirun or srun start the ranks"
 
 RULES: dict[str, Rule] = {
     # Sizes that become ranks and nodes are put together by `plan_vllm`.
-    "data-parallel-size": Rule(kind="same", says="ranks"),
+    "data-parallel-size": Rule(kind="same", says="--ranks"),
     "tensor-parallel-size": Rule(kind="same", says=TENSOR),
-    "data-parallel-size-local": Rule(kind="same", says="ranks of a node"),
+    "data-parallel-size-local": Rule(kind="same", says="ranks of a node: --node-size"),
     "pipeline-parallel-size": _none("layers are not spread over ranks; more ranks hold fewer experts each"),
     "decode-context-parallel-size": _none("a request's latents stay on one rank"),
     "enable-expert-parallel": _always("experts are always spread over all ranks"),
@@ -137,9 +139,9 @@ RULES: dict[str, Rule] = {
     "no-enable-chunked-prefill": _none("prompts are always cut to fit the step", values=0),
     "async-scheduling": _switch("one step ahead", async_depth=1),
     "no-async-scheduling": _switch("", async_depth=0),
-    "enforce-eager": _always("no step is captured yet"),
+    "enforce-eager": _switch("", enforce_eager=True),
     "compilation-config": _none("there is no compiler in between; kernels are Triton's"),
-    "cudagraph-capture-sizes": _none("no step is captured yet", values=-1),
+    "cudagraph-capture-sizes": _none("--cuda-graph-sizes says it here, in tokens of a step", values=-1),
     "speculative-config": _none("drafts come from Python (Engine(drafter=...)); heads for several tokens are not run"),
     "max-num-partial-prefills": _none("each step takes as many prompts as it has tokens for"),
     # Cache.
@@ -152,7 +154,7 @@ RULES: dict[str, Rule] = {
     "no-enable-prefix-caching": _switch("", enable_prefix_caching=False),
     "swap-space": _none("a preempted request is computed again"),
     "cpu-offload-gb": _none("weights stay on the device"),
-    "kv-transfer-config": _none("a hand-over of latents has its own settings (serried serve)"),
+    "kv-transfer-config": _none("latents are not handed over: a group computes its prompts itself"),
     "kv-events-config": _elsewhere(DOOR),
     # Experts and overlap.
     "enable-eplb": _switch("", enable_eplb=True),
@@ -189,12 +191,12 @@ RULES: dict[str, Rule] = {
     "lora-modules": _none("there are no adapters", values=-1),
     "limit-mm-per-prompt": _none("there are no images"),
     # Front door.
-    "host": _elsewhere(DOOR),
-    "port": _elsewhere(DOOR),
+    "host": Rule(kind="same", door="host", says="beyond loopback with --tls-cert and --token-file"),
+    "port": Rule(kind="same", door="openai_port"),
     "uvicorn-log-level": _elsewhere(DOOR),
-    "api-key": _elsewhere(DOOR, values=-1),
+    "api-key": _elsewhere("--token-file guards gRPC; keys of OpenAI's API are the gateway's", values=-1),
     "api-server-count": _elsewhere(DOOR),
-    "served-model-name": _elsewhere(DOOR, values=-1),
+    "served-model-name": Rule(kind="same", door="served_model_name", says="the first of them", values=-1),
     "chat-template": _elsewhere(DOOR),
     "tool-call-parser": _elsewhere(DOOR),
     "enable-auto-tool-choice": _elsewhere(DOOR, values=0),
@@ -222,3 +224,17 @@ MODELS = {
 """How a hub's name begins -> the configuration here; the longest beginning counts."""
 NOT_SAME_MODEL = ("deepseek-v3.2", "deepseek-r1-distill", "deepseek-coder-v2-lite")
 """Names that begin like one of them and are built otherwise."""
+
+
+def of_vllm(word: str) -> str | None:
+    """What to say to someone who gives `word`, a flag of `vllm serve`, here; None where vLLM has no such flag."""
+    name = word.lstrip("-").replace("_", "-")
+    rule = RULES.get(ALIASES.get(name, name) if len(name) > 1 else name)
+    if rule is None:
+        return None
+    means = {"none": "has no counterpart here", "always": "need not be said here", "elsewhere": "is not said here"}
+    head = f"{word} is a flag of vLLM that {means.get(rule.kind, 'is said otherwise here')}"
+    why = f": {rule.says}" if rule.says else ""
+    if rule.door:
+        why = f": --{rule.door.replace('_', '-')} of serried serve"
+    return f"{head}{why}; serried plan --from-vllm 'vllm serve ...' translates a whole command line"

@@ -27,7 +27,7 @@ Interval = int | Literal["auto"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceConfig:
-    """When prompts are computed; equal on every rank. The docstrings under the fields are the command line's help."""
+    """When prompts are computed; equal on every rank."""
 
     prefill_schedule_interval: Interval = 1
     """Compute prompts only in every Nth step, on all ranks in the same ones; 1: in every step; auto: when all that have

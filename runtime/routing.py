@@ -22,7 +22,7 @@ class NoRankLeft(SerriedError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingConfig:
-    """What weighs how much. The docstrings under the fields are the command line's help."""
+    """What weighs how much."""
 
     routing_queue_weight: float = 1.0
     """Cost of each prompt token that is queued on a rank."""
