@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
+from typing import cast
 
 import tyro
 from rich import box
@@ -25,6 +26,7 @@ from rich.table import Table
 from .bench import commit, machine_line
 from .refusal import Refusal, refusals
 from .serve_load import Ask, Outcome, asks, drive, gaps
+from .wide_table import print_table
 
 ABOUT = """\
 Send requests at a rate to a running server, by gRPC or through a gateway, and say how soon their tokens came.
@@ -211,9 +213,11 @@ def tell(result: dict[str, object], flags: ServeBenchFlags) -> None:
     for name in ("ttft", "tpot", "itl", "e2el"):
         values = [result[f"{kind}_{name}_ms"] for kind in ("mean", "median", "p99")]
         table.add_row(name, *["-" if value is None else f"{value:.2f}" for value in values])
-    out.print(table)
+    print_table(out, table)
     out.print(
         f"{result['completed']} answered, {result['failed']} failed in {result['duration']:.2f} s: "
         f"{result['request_throughput']:.2f} requests/s, {result['output_throughput']:.0f} tokens/s out"
     )
+    for error in cast(list[str], result["errors"]):
+        out.print(f"failed: {error}", markup=False)
     print(json.dumps(result))

@@ -107,7 +107,7 @@ class Server:
         ]
         await self._tell_health(serving=True)
         self._log.say(
-            f"ready: {info.served_model_name} on {info.ranks} ranks",
+            f"ready: {info.served_model_name} on {info.ranks} rank{'' if info.ranks == 1 else 's'}",
             grpc=f"{self._config.host}:{self.port}",
             http=f"http://{self._config.host}:{self.http_port}",
         )

@@ -22,6 +22,7 @@ from .place import GroupFlags
 from .refusal import Refusal, refusals
 from .report import loading_bar
 from .serve_config import ServeConfig
+from .serve_ports import check_ports
 
 ABOUT = """\
 Serve a model over gRPC (vllm.grpc.engine.VllmEngine): token ids in, token ids out.
@@ -65,6 +66,7 @@ def run(flags: ServeFlags, start: Start) -> int:
         check_model(folder, flags.engine)
         if is_primary(start):  # files and programs of the front door's node; the other ranks may lie elsewhere
             check_access(flags.serve)
+            check_ports(flags.serve)
             if flags.serve.openai:
                 find_program()
     with loading_bar(notes) as progress:

@@ -18,6 +18,8 @@ from .serve_load import Ask, Client, Told
 
 GRPC, HTTP = "grpc://", "http://"
 ANY_VOCAB = 2048
+CONNECT_S = 60.0
+"""How long a server may take to say which model it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,7 @@ async def target_of(url: str, model: str | None) -> AsyncIterator[Target]:
     """Connect to grpc://HOST:PORT or http://HOST:PORT. Raises ValueError for other addresses."""
     if url.startswith(GRPC):
         async with grpc.aio.insecure_channel(url.removeprefix(GRPC)) as channel:
-            yield await _grpc_target(channel, model)
+            yield await _grpc_target(channel, url, model)
     elif url.startswith(HTTP):
         async with _openai_target(url, model) as target:
             yield target
@@ -42,9 +44,13 @@ async def target_of(url: str, model: str | None) -> AsyncIterator[Target]:
         raise ValueError(f"url is {url!r}; it must begin with {GRPC} or {HTTP}, e.g. grpc://127.0.0.1:50051")
 
 
-async def _grpc_target(channel: grpc.aio.Channel, model: str | None) -> Target:
+async def _grpc_target(channel: grpc.aio.Channel, url: str, model: str | None) -> Target:
     stub = pb_grpc.VllmEngineStub(channel)
-    info = await stub.GetModelInfo(pb.GetModelInfoRequest(), wait_for_ready=True, timeout=60)
+    try:
+        info = await stub.GetModelInfo(pb.GetModelInfoRequest(), wait_for_ready=True, timeout=CONNECT_S)
+    except grpc.aio.AioRpcError as error:
+        said = error.details() or error.code().name
+        raise ValueError(f"the server did not say which model it has: {said} ({url}, waited {CONNECT_S} s)") from error
 
     async def client(ask: Ask, told: Told) -> tuple[int, int]:
         request = pb.GenerateRequest(
@@ -66,14 +72,22 @@ async def _grpc_target(channel: grpc.aio.Channel, model: str | None) -> Target:
 @asynccontextmanager
 async def _openai_target(url: str, model: str | None) -> AsyncIterator[Target]:
     try:
-        from openai import AsyncOpenAI, DefaultAsyncHttpxClient  # optional: only this client needs it
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError  # optional: only this client needs it
     except ModuleNotFoundError as error:
         raise ValueError(f"url is {url!r}, and openai is not installed; pip install 'serried[openai]'") from error
     direct = DefaultAsyncHttpxClient(trust_env=False)  # what is measured is this server, not a proxy before it
     async with AsyncOpenAI(
         base_url=f"{url.rstrip('/')}/v1", api_key="none", max_retries=0, timeout=600.0, http_client=direct
     ) as api:
-        name = model or (await api.models.list()).data[0].id
+        try:
+            served = [each.id for each in (await api.models.list()).data]
+        except OpenAIError as error:
+            raise ValueError(f"{url} did not say which models it has: {error}") from error
+        name = model or next(iter(served), None)
+        if name is None:
+            raise ValueError(f"{url} serves no model yet; wait until its workers are ready")
+        if name not in served:
+            raise ValueError(f"model is {name!r}; {url} serves {', '.join(served) or 'none yet'}")
 
         async def client(ask: Ask, told: Told) -> tuple[int, int]:
             chunks = await api.completions.create(
