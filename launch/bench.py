@@ -32,6 +32,7 @@ from .group import Start, meet_ranks
 from .house import home
 from .refusal import refusals
 from .rendezvous import RendezvousConfig
+from .wide_table import print_table
 from .world import World, check_ranks, detect, own_world
 
 ABOUT = """\
@@ -143,7 +144,7 @@ def tell(times: Sequence[HostTimes], flags: HostFlags) -> None:
         f"medians of {load.steps} steps and of {flags.votes} votes",
     ):
         out.print(line, markup=False)
-    out.print(host_table(times))
+    print_table(out, host_table(times))
     print(json.dumps(summary(times, flags)))
 
 

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from .bench import commit, machine_line
 from .refusal import Refusal
+from .wide_table import print_table
 
 if TYPE_CHECKING:
     from .compile_report import Report
@@ -93,7 +94,7 @@ def tell(reports: Sequence[Report], flags: CompileFlags) -> None:
         + (f", only titles with {flags.only!r}" if flags.only else ""),
     ):
         out.print(line, markup=False)
-    out.print(report_table(reports))
+    print_table(out, report_table(reports))
     for report in reports:
         for fault in report.faults:
             out.print(f"fault     {report.title}: {fault}", markup=False)

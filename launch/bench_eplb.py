@@ -34,6 +34,7 @@ from .group import Start, Telling, engine_of
 from .models import find_model
 from .place import GroupFlags
 from .refusal import Refusal, refusals
+from .wide_table import print_table
 
 ABOUT = """\
 Measure how level the ranks' experts are before and after a rebalance, and what the move costs the steps it falls into.
@@ -204,7 +205,7 @@ def tell(flags: EplbBenchFlags, before: Wave, moving: Wave, after: Wave, stats: 
         f"{flags.tokens} tokens each, at most {flags.eplb_bytes_per_step} B a rank and step",
     ):
         out.print(line, markup=False)
-    out.print(wave_table(before, moving, after))
+    print_table(out, wave_table(before, moving, after))
     found = summary(flags, before, moving, after, stats)
     out.print(
         f"moved     {found['experts_moved']} experts, {found['bytes_moved']} B, in {found['beats']} steps; most in one "

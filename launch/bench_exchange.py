@@ -32,6 +32,7 @@ from .group import Start, meet_ranks
 from .place import cpu_transport, open_transport
 from .refusal import refusals
 from .rendezvous import RendezvousConfig
+from .wide_table import print_table
 from .world import World, check_ranks, detect, own_world
 
 ABOUT = """\
@@ -250,7 +251,7 @@ def tell(
         *([f"hardware  {hardware.name}, its peak rates"] if hardware else []),
     ):
         out.print(line, markup=False)
-    out.print(exchange_table(lines, hardware))
+    print_table(out, exchange_table(lines, hardware))
     if flags.save:
         told = f"Exchange of {topology.num_ranks} ranks by: serried bench exchange, commit {commit()}"
         save_exchange(flags.save, ranks=topology.num_ranks, us_of_bytes=us_of_bytes(lines), comment=[told])

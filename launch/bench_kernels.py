@@ -30,6 +30,7 @@ from .bench_rates import KIND, rate_lines
 from .gpu_kernels import measure_on_gpu
 from .models import find_model
 from .refusal import refusals
+from .wide_table import print_table
 
 ABOUT = """\
 On a GPU: measure every Triton kernel over the shapes of real models. Without one: what one core of this machine
@@ -146,7 +147,7 @@ def tell(
         f"{sizes.seconds:g} s) after one to warm up; link: {sizes.sent} rows each way between two ranks as threads",
     ):
         out.print(line, markup=False)
-    out.print(rate_table(rates))
+    print_table(out, rate_table(rates))
     for line in [*(rate_lines(parts) if parts is not None else ()), *check_lines(checked)]:
         out.print(line, markup=False)
     print(json.dumps(summary(rates, hardware, checked)))

@@ -32,6 +32,7 @@ from .place import cpu_transport, open_transport
 from .refusal import refusals
 from .rendezvous import RendezvousConfig
 from .trace import check_path, picture
+from .wide_table import print_table
 from .world import World, check_ranks, detect, own_world
 
 ABOUT = """\
@@ -177,7 +178,7 @@ def tell(out: Console, times: OverlapTimes, flags: OverlapFlags, world: World, t
         table.add_column(name, justify="left" if name == "step" else "right")
     for name, engine in engines(times).items():
         table.add_row(name, *[f"{value:.2f}" for value in engine])
-    out.print(table)
+    print_table(out, table)
     hidden = (
         f"{times.hidden_by_wall:.0%} of what the slow link costs by the clock, {times.hidden_by_trace:.0%} by trace"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -17,6 +18,7 @@ from dbo import DboConfig
 from runtime.config import KvCacheDType
 from runtime.cost_tables import CostTables, read_cost_tables
 from runtime.hardware import Hardware, read_hardware
+from runtime.model_config import read_model_config
 from runtime.overlap import comm_share
 from runtime.rank_slice import RankSlice
 from runtime.rank_slice_costs import (
@@ -36,6 +38,7 @@ from runtime.slice_config import SliceConfig
 from .models import find_hardware, find_model
 from .refusal import refusals
 from .slice_report import Outcome, group_table, head_lines, stage_table, summary
+from .wide_table import print_table
 
 ABOUT = """\
 Measure one rank's share of a wide group on one device, the other ranks stood in for, and say what the group would do.
@@ -50,6 +53,7 @@ ready and is copied to where it would land. Times are measured, and what travels
 """
 
 DONE = 0
+USUAL_CONTEXT = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +69,8 @@ class RankSliceFlags:
     batch: int = 128
     """Requests that decode on every rank."""
 
-    context: int = 2048
-    """Tokens that each has in the cache, rounded up to whole pages."""
+    context: int | None = None
+    """Tokens that each has in the cache, rounded up to whole pages; unset: 2048, or what the model's length leaves."""
 
     layers: int | None = None
     """Layers that are built, the others count like these; unset: all."""
@@ -119,7 +123,7 @@ class RankSliceFlags:
             model=str(find_model(self.model)),
             ranks=self.ep,
             batch=self.batch,
-            context=self.context,
+            context=USUAL_CONTEXT if self.context is None else self.context,
             layers=self.layers,
             routing=self.routing,
             skew=self.skew,
@@ -145,6 +149,8 @@ def run(flags: RankSliceFlags) -> int:
         if flags.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device is 'cuda', but torch sees no CUDA device; give --device cpu and a small model")
         config = flags.slice_config()
+        if flags.context is None:
+            config = config.fitted(read_model_config(Path(config.model)))
         hardware = read_hardware(config.hardware)
         rank_slice = RankSlice(config)
     outcome = conclude(rank_slice, hardware, tables_of(config.hardware))
@@ -208,8 +214,8 @@ def tell(rank_slice: RankSlice, hardware: Hardware, outcome: Outcome) -> None:
     out = Console(highlight=False, soft_wrap=True)
     for line in head_lines(rank_slice, hardware):
         out.print(line, markup=False)
-    out.print(stage_table(outcome))
-    out.print(group_table(outcome))
+    print_table(out, stage_table(outcome))
+    print_table(out, group_table(outcome))
     out.print(
         "step and parts: measured on this device; wire: modelled (as built: the bytes really sent over the links' "
         "peaks,\nwithout latency; table: published times of other kernels). Layers with experts: "

@@ -25,6 +25,7 @@ from .bench_tables import heading, last_line, prediction_lines, table_of
 from .bench_throughput import DONE, FAILED, keep
 from .group import Start
 from .svg import front
+from .wide_table import print_table
 
 ABOUT = """\
 Measure throughput per GPU against tokens/s per user, over the number of requests at once.
@@ -94,7 +95,7 @@ def tell(points: Sequence[dict[str, Any]]) -> None:
     out = Console(highlight=False, soft_wrap=True)
     for line in heading(points[-1]):
         out.print(line, markup=False)
-    out.print(sweep_table(points))
+    print_table(out, sweep_table(points))
     for line in prediction_lines(points[-1]["prediction"]):
         out.print(line, markup=False)
 

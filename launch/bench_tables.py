@@ -13,6 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from .wide_table import print_table
+
 QUESTION = "How many tokens a second does each rank give, at what latency, and where does the time of a step go?"
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
 BULKY = ("timeline", "ranks", "repeats", "percentiles")
@@ -23,10 +25,10 @@ def tell(found: Mapping[str, Any], out: Console) -> None:
     """Print everything of one result but its line of JSON."""
     for line in heading(found):
         out.print(line, markup=False)
-    out.print(speed_table(found))
-    out.print(latency_table(found))
+    print_table(out, speed_table(found))
+    print_table(out, latency_table(found))
     if found["steps"]["step_ms"] is not None:
-        out.print(parts_table(found))
+        print_table(out, parts_table(found))
     for line in closing(found):
         out.print(line, markup=False)
 

@@ -23,6 +23,7 @@ from .bench_tables import last_line, tell
 from .group import Start
 from .refusal import refusals
 from .report_page import write_page
+from .wide_table import print_table
 
 ABOUT = """\
 Measure throughput and latency of an engine under a load, and where the time of its steps goes.
@@ -77,7 +78,7 @@ def conclude(found: dict[str, Any], flags: BenchFlags, earlier: Mapping[str, Any
     if earlier is not None:
         for line in comparison_notes(earlier, found):
             out.print(line, markup=False)
-        out.print(comparison_table(comparison(earlier, found)))
+        print_table(out, comparison_table(comparison(earlier, found)))
     tell(found, out)
     keep(flags, [found], saved=found, line=last_line(found))
     return FAILED if found["failed"] else DONE

@@ -32,6 +32,7 @@ from .balance_report import Answer, Report, headline, layer_table, record, summa
 from .heat_map import LEGEND, heat_lines, save_png
 from .models import find_hardware, find_model
 from .refusal import refusals
+from .wide_table import print_table
 
 ABOUT = """\
 Show how unevenly experts are used in a recording, and what each placement policy would gain.
@@ -109,8 +110,8 @@ def run(flags: EplbFlags) -> int:
         out.print(line)
     out.print(LEGEND, markup=False)
     out.print()
-    out.print(layer_table(report))
-    out.print(summary_table(report))
+    print_table(out, layer_table(report))
+    print_table(out, summary_table(report))
     for note in report.notes:
         out.print(f"note: {note}", markup=False)
     if flags.json:

@@ -30,6 +30,7 @@ from .prompts import Prompt, gather_prompts
 from .refusal import Refusal, refusals
 from .report import LEGEND, error_line, exchange_line, loading_bar, overflow_line, overlap_line, rank_table, speed_line
 from .text import TextCodec
+from .wide_table import print_table
 
 ABOUT = """\
 Decode prompts and print the text.
@@ -136,7 +137,7 @@ def conclude(answers: Sequence[Answer], stats: EngineStats, seconds: float, note
     """Say how fast it was, what each rank did if asked, and what went wrong; returns the exit code."""
     notes.print(speed_line(stats, seconds))
     if table:
-        notes.print(rank_table(stats))
+        print_table(notes, rank_table(stats))
         notes.print(LEGEND, markup=False)
     for line in (exchange_line(stats) if table else None, overflow_line(stats), overlap_line(stats)):
         if line is not None:

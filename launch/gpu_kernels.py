@@ -25,6 +25,7 @@ from .bench import commit, machine_line
 from .bench_rank_slice import tables_of
 from .models import find_hardware, find_model
 from .refusal import refusals
+from .wide_table import print_table
 
 DONE = 0
 LEAST_EXPERTS = 8
@@ -73,7 +74,7 @@ def tell(times: Sequence[CaseTime], hardware: Hardware, *, settings: str) -> Non
     lines = (QUESTION, machine_line(), f"device    {device}; compared with {hardware.name}", f"commit    {commit()}")
     for line in (*lines, f"settings  {settings}"):
         out.print(line, markup=False)
-    out.print(time_table(times))
+    print_table(out, time_table(times))
     print(json.dumps({"commit": commit(), "device": device, "kernels": [asdict(each) for each in times]}))
 
 

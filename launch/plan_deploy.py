@@ -25,6 +25,9 @@ from .config_profile import NOT_SETTINGS, setting_words
 if TYPE_CHECKING:
     from .plan_goals import Wish
 
+FOLDER = "MODEL_FOLDER"
+"""What stands for a checkpoint where only the name of a configuration is known."""
+
 
 def settings_of(config: EngineConfig) -> dict[str, Any]:
     """Fields, nested ones too, that are not their defaults. Names are those of the flags."""
@@ -98,7 +101,8 @@ def write_deployment(path: Path, wish: Wish, point: Point) -> None:
 
 def command_lines(model: str, config: EngineConfig, goals: Goals, *, profile: Path | None) -> list[str]:
     """How to start a group, under every launcher. Without a file of it, the settings are spelled out."""
-    words = [shlex.quote(model), "--prompts", "requests.jsonl", *_setting_words(config, profile)]
+    folder = shlex.quote(model) if Path(model).is_dir() else FOLDER
+    words = [folder, "--prompts", "requests.jsonl", *_setting_words(config, profile)]
     ranks = config.ranks
     nodes, local = -(-ranks // goals.node_size), min(ranks, goals.node_size)
     groups = goals.gpus // ranks
@@ -114,6 +118,9 @@ def command_lines(model: str, config: EngineConfig, goals: Goals, *, profile: Pa
     mpirun = ["mpirun", "-n", str(ranks), *(["--map-by", f"ppr:{local}:node"] if nodes > 1 else []), *run, *meet]
     srun = ["srun", "-n", str(ranks), *(["-N", str(nodes), "--ntasks-per-node", str(local)] if nodes > 1 else [])]
     lines = [f"To start {'it' if groups == 1 else f'each of the {groups} groups'}:"]
+    lines.append("  `serve` in place of `generate` and --prompts serves it; one of:")
+    if folder == FOLDER:
+        lines.append(f"  {FOLDER} is the checkpoint's folder, on every node")
     if nodes > 1:
         lines.append(
             "  HEAD is the first node's address, NODE a node's number, KEY a file of 0600, IFACE the network's name"

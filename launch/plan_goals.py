@@ -40,6 +40,7 @@ from .plan_arithmetic import arithmetic
 from .plan_deploy import command_lines
 from .plan_situation import Situation
 from .plan_warnings import warnings_of
+from .wide_table import print_table
 
 MOST_ROWS = 14
 
@@ -170,7 +171,7 @@ def _tell_text(out: Console, wish: Wish, answer: Answer, *, saved: Path | None) 
         out.print(line, markup=False)
     if answer.found:
         out.print("\nNothing that fits beats these in both tokens/s, a user and a GPU (of many, some):", markup=False)
-        out.print(pareto_table(answer.found, answer.chosen))
+        print_table(out, pareto_table(answer.found, answer.chosen))
     if answer.chosen is not None:
         for line in command_lines(wish.model, answer.chosen.config, wish.goals, profile=saved):
             out.print(line, markup=False)

@@ -10,6 +10,7 @@ import json
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -71,12 +72,13 @@ class Line:
 
 @dataclass(slots=True, kw_only=True)
 class Translation:
-    """A command line, as far as it has been read."""
+    """A command line, as far as it has been read. `settings` are the engine's, `door` those of serried serve."""
 
     model: str = ""
     lines: list[Line] = field(default_factory=list)
     settings: Settings = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    door: Settings = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -121,7 +123,7 @@ def run(flags: VllmFlags) -> int:
         )
         return FAILED if report is not None and report.misfits else DONE
     out, notes = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
-    for line in [*flag_lines(found.lines), "", f"serried generate {shlex.join([found.model, *found.words])}", ""]:
+    for line in [*flag_lines(found.lines), "", command_line(found), *folder_lines(found.model), ""]:
         out.print(line, markup=False)
     if report is None:
         out.print(
@@ -160,6 +162,19 @@ def translate(command: str) -> Translation:
     return found
 
 
+def command_line(found: Translation) -> str:
+    """What serves the same: vLLM's server speaks OpenAI's API, on GPUs."""
+    door = {"openai_port": 8000, **found.door}
+    device = [] if "device" in found.settings else ["--device", "cuda"]
+    words = [found.model, *found.words, *device, "--openai"]
+    return f"serried serve {shlex.join([*words, *(word for item in door.items() for word in setting_words(*item))])}"
+
+
+def folder_lines(model: str) -> list[str]:
+    """Nothing is ever fetched: a hub's name must become a folder first."""
+    return [] if Path(model).is_dir() else [f"(nothing is downloaded: put the checkpoint's folder for {model})"]
+
+
 def flag_lines(found: Sequence[Line]) -> list[str]:
     """A line a flag: what was said, what it is here, and why."""
     width = max([len(line.said) for line in found if len(line.said) <= _SAID], default=0)
@@ -174,6 +189,7 @@ def record(found: Translation, warnings: Sequence[str], misfits: Sequence[str]) 
     """For a program."""
     return {
         "model": found.model,
+        "command": command_line(found),
         "words": found.words,
         "flags": [{"said": each.said, "here": each.here, "kind": each.kind, "why": each.why} for each in found.lines],
         "no_counterpart": [each.said for each in found.lines if each.kind == "none"],
@@ -244,7 +260,11 @@ def _take(found: Translation, name: str, rule: Rule, values: list[str]) -> None:
         except ValueError as error:
             raise ValueError(f"--{name}: {error}") from error
     kind, why = rule.kind, rule.says
-    found.settings.update(settings)
+    if rule.door:
+        settings = {rule.door: values[0]}
+        found.door.update(settings)
+    else:
+        found.settings.update(settings)
     here = " ".join([word for key, value in settings.items() for word in setting_words(key, value)])
     found.lines.append(Line(said=said, here=here, kind=kind, why=why))
 

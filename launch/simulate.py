@@ -35,6 +35,7 @@ from .models import find_hardware
 from .refusal import refusals
 from .report import request_bar
 from .timeline import Picture
+from .wide_table import print_table
 
 ABOUT = """\
 Simulate ranks in lockstep, and show who computes, who decodes and who waits.
@@ -215,7 +216,7 @@ def show_overlap(flags: SimulateFlags) -> int:
         times = f"{cell.one_ms:.1f}", f"{cell.cut_ms:.1f}", f"{cell.gain:+.0%}"
         sizes = str(cell.ranks), str(cell.tokens), str(cell.context_len)
         table.add_row(*sizes, *times, "on" if cell.is_cut else "off")
-    out.print(table)
+    print_table(out, table)
     if flags.json:
         print(json.dumps([asdict(cell) | {"gain": round(cell.gain, 4)} for cell in cells]))
     return DONE

@@ -17,6 +17,7 @@ from rich.table import Table
 from runtime.launches import LaunchCosts, Played, play_eager, play_graph
 
 from .refusal import refusals
+from .wide_table import print_table
 
 ABOUT = """\
 Play a step that the host launches kernel by kernel, and as one captured graph, as its kernels become shorter.
@@ -89,7 +90,7 @@ def run(flags: LaunchFlags) -> int:
         f"{flags.costs.graph_us:g} us",
         markup=False,
     )
-    out.print(launch_table(rows))
+    print_table(out, launch_table(rows))
     short = next((row for row in rows if row.eager.busy < 0.6), rows[-1])
     for line in drawing(short):
         out.print(line, markup=False)

@@ -77,7 +77,17 @@ class SliceConfig:
     @property
     def most_positions(self) -> int:
         """That a request may come to have."""
-        return self.first_position + 4 * (WARM_STEPS + self.steps)
+        return self.first_position + self.most_new
+
+    @property
+    def most_new(self) -> int:
+        """Tokens that the measured steps may add to a request."""
+        return 4 * (WARM_STEPS + self.steps)
+
+    def fitted(self, model: ModelConfig) -> SliceConfig:
+        """With as much context as the model's length leaves, where this asks for more."""
+        most = (model.max_position - self.most_new) // self.block_size * self.block_size
+        return replace(self, context=most) if 1 <= most < self.context else self
 
 
 def cut_layers(model: ModelConfig, layers: int | None) -> ModelConfig:
@@ -90,6 +100,12 @@ def cut_layers(model: ModelConfig, layers: int | None) -> ModelConfig:
 
 
 def engine_config(config: SliceConfig, model: ModelConfig) -> EngineConfig:
+    if config.most_positions > model.max_position:
+        most = (model.max_position - config.most_new) // config.block_size * config.block_size
+        raise ValueError(
+            f"context is {config.context}; with the {config.most_new} tokens that the steps add, the model allows at "
+            f"most {model.max_position}, e.g. {max(most, 0)}"
+        )
     pages = config.batch * -(-config.most_positions // config.block_size)
     engine = EngineConfig(
         model=config.model,
