@@ -158,11 +158,13 @@ def pareto_table(found: Sequence[Point], chosen: Point | None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     for name in ("ranks", "batch", "parts", "copies", "beat", "TPOT ms", "TTFT ms", "a user", "a GPU"):
         table.add_column(f"  {name}", justify="right")
+    table.add_column("")
     for point in shown:
         sizes = point.config.ranks, point.batch, point.tracks, point.config.eplb.num_redundant_experts, point.interval
         times = f"{point.tpot_ms:.1f}", f"{point.ttft_ms:,.0f}", f"{point.tokens_per_user:.1f}"
-        mark = " <-" if point is chosen else "   "
-        table.add_row(*[str(size) for size in sizes], *times, f"{point.tokens_per_gpu:,.0f}{mark}")
+        table.add_row(
+            *[str(size) for size in sizes], *times, f"{point.tokens_per_gpu:,.0f}", " <-" if point is chosen else ""
+        )
     return table
 
 

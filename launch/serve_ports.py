@@ -10,7 +10,7 @@ from .serve_config import ServeConfig
 
 
 def check_ports(config: ServeConfig) -> None:
-    """Raises ValueError for a port that somebody has, or that cannot be had; OSError for a host that is none."""
+    """Raises ValueError for a port that somebody has or that is forbidden, and for a host that is not this machine."""
     seen: dict[int, str] = {}
     for name, port in _wanted(config):
         if port in seen:
@@ -34,10 +34,10 @@ def _try(host: str, name: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                why = "another program listens there"
-            elif error.errno == errno.EACCES:
-                why = "this user may not listen there"
-            else:
-                raise
-            raise ValueError(f"{name} is {port}; {why} (on {host}): take another one, or 0 for any free one") from error
+            why = {errno.EADDRINUSE: "another program listens there", errno.EACCES: "this user may not listen there"}
+            if error.errno not in why:
+                rule = "it must be an address of this machine, e.g. 127.0.0.1"
+                raise ValueError(f"host is {host!r}; {rule} ({error.strerror or error})") from error
+            raise ValueError(
+                f"{name} is {port}; {why[error.errno]} (on {host}): take another one, or 0 for any free one"
+            ) from error

@@ -109,7 +109,7 @@ LAUNCHER = "torchrun, mpirun or srun start the ranks"
 
 RULES: dict[str, Rule] = {
     # Sizes that become ranks and nodes are put together by `plan_vllm`.
-    "data-parallel-size": Rule(kind="same", says="--ranks"),
+    "data-parallel-size": Rule(kind="same", says="each GPU is a rank: --ranks counts them"),
     "tensor-parallel-size": Rule(kind="same", says=TENSOR),
     "data-parallel-size-local": Rule(kind="same", says="ranks of a node: --node-size"),
     "pipeline-parallel-size": _none("layers are not spread over ranks; more ranks hold fewer experts each"),

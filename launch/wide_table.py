@@ -11,4 +11,5 @@ WIDEST = 140
 
 def print_table(out: Console, table: Table) -> None:
     """Print `table` to `out`, at most WIDEST columns wide, or as wide as `out` is."""
-    out.print(table, width=max(out.width, WIDEST))
+    wide = Console(file=out.file, width=max(out.width, WIDEST), force_terminal=out.is_terminal, highlight=False)
+    wide.print(table)

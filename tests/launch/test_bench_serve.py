@@ -1,12 +1,15 @@
 import asyncio
 import json
 import os
+import socket
 import statistics
 from math import inf
 
 import pytest
 
+from launch import serve_clients
 from launch.bench_serve import ServeBenchFlags, cpu_seconds, measure, percentile, summary, tell
+from launch.cli import main
 from launch.commands import COMMANDS, parse_flags
 from launch.serve_load import Ask, Outcome, asks, drive, gaps
 from tests.launch.fake_group import FakeGroup
@@ -132,3 +135,28 @@ def test_what_makes_no_sense_is_refused(words, refused):
 def test_an_address_of_no_kind_is_refused():
     with pytest.raises(ValueError, match="url is 'x:1'; it must begin with grpc:// or http://"):
         asyncio.run(measure(ServeBenchFlags(url="x:1")))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize("kind", ["http", "grpc"])
+@pytest.mark.timeout(60)
+def test_a_server_that_is_not_there_is_refused_in_one_line(kind, capsys, monkeypatch):
+    monkeypatch.setattr(serve_clients, "CONNECT_S", 0.5)
+    url = f"{kind}://127.0.0.1:{free_port()}"
+    assert main(["bench", "serve", url, "--num-prompts", "1"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("serried: ")
+    assert said.count("\n") == 1
+    assert url in said
+
+
+def test_why_requests_failed_is_printed_before_the_figures(capsys):
+    flags = ServeBenchFlags(url="grpc://x")
+    lost = Outcome(error="RuntimeError: no room")
+    tell(summary([lost], flags, model="m", duration=1.0, cpu_s=None), flags)
+    assert "\nfailed: RuntimeError: no room\n{" in capsys.readouterr().out

@@ -249,3 +249,10 @@ def test_what_makes_no_sense_is_refused_in_one_line(planned, line: str, message:
     code, lines, said = planned(line)
     assert (code, lines, said.count("\n")) == (2, [], 1)
     assert message in said
+
+
+def test_the_chosen_line_is_marked_whatever_its_width(planned):
+    _, lines, _ = planned("tiny-v3 --gpus 4")
+    marked = [line for line in lines if line.rstrip().endswith("<-")]
+    assert len(marked) == 1
+    assert len(marked[0].split()) == 10

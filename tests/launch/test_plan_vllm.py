@@ -11,6 +11,7 @@ from launch.cli import main
 from launch.generate import GenerateFlags
 from launch.parsing import parse_flags
 from launch.plan_vllm import translate
+from launch.serve import ServeFlags
 from launch.vllm_flags import ALIASES, RULES, whole
 
 PUBLISHED = (
@@ -54,7 +55,7 @@ def test_every_flag_has_a_line_with_what_it_is_here_or_why_not(capsys):
     assert any(
         "--trust-remote-code" in line and "(no counterpart)   # no code of a checkpoint" in line for line in lines
     )
-    assert any(line.startswith("serried generate deepseek-ai/DeepSeek-R1-0528 --ranks 32 ") for line in lines)
+    assert any(line.startswith("serried serve deepseek-ai/DeepSeek-R1-0528 --ranks 32 ") for line in lines)
     assert any(line.startswith("weights per rank ") for line in lines)
 
 
@@ -142,3 +143,22 @@ def test_numbers_are_read_as_vllm_reads_them():
     assert [whole(text) for text in ("16k", "16K", "1.5k", "2M", "7")] == [16000, 16384, 1500, 2 << 20, 7]
     with pytest.raises(ValueError, match=r"'1.5' is no whole number"):
         whole("1.5")
+
+
+def test_the_command_serves_what_the_same_clients_reach_on_gpus(capsys):
+    words = shlex.split(
+        told("vllm serve m -dp 8 --host 0.0.0.0 --port 8100 --served-model-name a b", capsys)[1]["command"]
+    )
+    assert words[:2] == ["serried", "serve"]
+    flags = parse_flags(ServeFlags, words[2:], name="serve", about="")
+    assert (flags.engine.ranks, flags.engine.device) == (8, "cuda")
+    serve = flags.serve
+    assert (serve.openai, serve.openai_port, serve.host, serve.served_model_name) == (True, 8100, "0.0.0.0", "a")
+    assert "--openai-port 8000" in told("vllm serve m -dp 8", capsys)[1]["command"]
+
+
+def test_a_hub_s_name_is_said_to_be_no_folder(capsys, tmp_path):
+    assert main(["plan", "--from-vllm", "vllm serve Qwen/Qwen3 -dp 8"]) == 0
+    assert "put the checkpoint's folder for Qwen/Qwen3" in capsys.readouterr().out
+    assert main(["plan", "--from-vllm", f"vllm serve {tmp_path} -dp 8"]) == 0
+    assert "put the checkpoint's folder" not in capsys.readouterr().out

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from launch.cli import main
+from launch.commands import COMMANDS
 
 
 @pytest.fixture
@@ -148,7 +149,9 @@ def test_help_of_a_command_of_two_words_lists_them(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["bench", "--help"])
     assert ended.value.code == 0
-    assert "serried bench host --help" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    for name in (each.removeprefix("bench ") for each in COMMANDS if each.startswith("bench ")):
+        assert re.search(rf"^  {name} +[A-Z].{{30,}}\.$", said, re.MULTILINE), name
 
 
 def test_a_terminal_gets_the_same_line_as_a_pipe():

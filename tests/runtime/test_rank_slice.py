@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from runtime.model_config import read_model_config
 from runtime.rank_slice import RankSlice
-from runtime.slice_config import SliceConfig, cut_layers
+from runtime.slice_config import SliceConfig, cut_layers, engine_config
 from runtime.stages import LAYER_BEGINS, STAGES, by_stage
 
 pytestmark = pytest.mark.timeout(60)
@@ -90,3 +91,13 @@ def test_a_cut_model_keeps_one_layer_without_experts():
 def test_what_makes_no_sense_is_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         config(**changes)
+
+
+def test_a_context_beyond_the_model_s_length_is_refused_with_one_that_fits_and_can_be_fitted():
+    asked = config(context=2048)
+    with pytest.raises(ValueError, match=r"^context is 2048; with the 20 tokens .* at most 2048, e\.g\. 1984$"):
+        RankSlice(asked)
+    model = read_model_config(asked.model)
+    assert asked.fitted(model).context == 1984
+    assert config(context=70).fitted(model) == config(context=70)
+    engine_config(asked.fitted(model), model)
