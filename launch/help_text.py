@@ -57,7 +57,10 @@ def _entries(rows: list[str]) -> Iterator[tuple[str, str]]:
         elif row.strip() and found:
             found[-1].append(row.strip())
     for head, *said in found:
-        yield without_none(head.strip()), re.sub(r"\s+", " ", " ".join(said)).strip()
+        words = re.sub(r"\s+", " ", " ".join(said)).strip()
+        if "unset: " in words:  # what that means is said, so there is no need for the word that stands for it
+            words = words.removesuffix(" (default: None)")
+        yield without_none(head.strip()), words
 
 
 def _entry(head: str, said: str, width: int) -> Iterator[str]:

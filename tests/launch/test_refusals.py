@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from launch import cli
 from launch.cli import main
 from launch.commands import COMMANDS
 
@@ -48,12 +49,20 @@ def test_no_command_shows_what_there_is(capsys):
 
 def test_help_ends_well(capsys):
     assert main(["--help"]) == 0
-    assert "serried plan deepseek-v3 --ranks 32 --gpu h200" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "serried plan deepseek-v3 --gpus 32" in said
+    assert [name for name in cli.COMMANDS if not re.search(rf"^  {name} +[A-Z]", said, re.MULTILINE)] == []
+
+
+def test_the_version_is_one_line(capsys):
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"serried \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
 def test_an_unknown_command_is_refused_by_name(refused):
     assert refused("generte", "m") == (
-        "'generte' is not a command; the commands are bench, doctor, eplb, generate, plan, shard, simulate, "
+        "'generte' is not a command; the commands are "
+        "bench, config, doctor, eplb, generate, plan, serve, shard, simulate, top, "
         "e.g. serried plan --help"
     )
 

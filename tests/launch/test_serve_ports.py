@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from launch.commands import run_command
 from launch.serve_config import ServeConfig
 from launch.serve_ports import check_ports
 
@@ -45,6 +46,13 @@ def test_a_port_can_be_had_right_after_it_was_tried(taken: int):
     check_ports(ServeConfig(port=free, http_port=0))
     with socket.socket() as mine:
         mine.bind(("127.0.0.1", free))
+
+
+def test_the_command_is_refused_before_anything_is_loaded(taken: int, capsys):
+    assert run_command("serve", ["tiny-v3", "--port", str(taken), "--http-port", "0"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"serried: port is {taken}; another program listens there")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("host", ["192.0.2.77", "no such host"])
