@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tyro
@@ -23,6 +24,8 @@ RULE = re.compile(r"[╭╮╰╯│─\- ]*")
 """A line that only draws: the parser's boxes, or its rules of hyphens where the output is not UTF-8."""
 WIDEST = 120
 """Columns of help, at most."""
+DRAWN = 100
+"""Columns that the parser draws its boxes in; what is in them is wrapped anew."""
 UNKNOWN = re.compile(r"unrecognized options: (-\S+?)(?:[,=]| |$)")
 
 
@@ -36,7 +39,7 @@ def parse_flags(flags: type[Any], words: Sequence[str], *, name: str, about: str
     """`words` as an instance of `flags`; `--help` prints and exits with 0. Raises Refusal with what is wrong."""
     said, shown = io.StringIO(), BoxedText()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown), _one_column():
             return tyro.cli(
                 flags,
                 prog=f"serried {name}",
@@ -52,6 +55,20 @@ def parse_flags(flags: type[Any], words: Sequence[str], *, name: str, about: str
         text = COLOUR.sub("", said.getvalue())  # the parser colours what it says where standard error is a terminal
         line = without_none(_one_line(text, exit_)).replace(" (required)", "")
         raise Refusal(f"{_vllm_line(line) or line} (serried {name} --help)") from exit_
+
+
+@contextlib.contextmanager
+def _one_column() -> Iterator[None]:
+    """The parser asks how wide the terminal is, and sets boxes side by side in a wide one; it is told one width."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(DRAWN)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
 
 
 def _one_line(box: str, exit_: SystemExit) -> str:
