@@ -78,6 +78,11 @@ def test_help_shows_examples_and_explains_every_flag(name, capsys):
     ("line", "message"),
     [
         ("m --rank 2", "unrecognized options: --rank, 2 Perhaps you meant: --ranks INT"),
+        (
+            "m --tensor-parallel-size 4",
+            "--tensor-parallel-size is a flag of vLLM that is said otherwise here: MLA keeps",
+        ),
+        ("m -dp=4", "-dp is a flag of vLLM that is said otherwise here: each GPU is a rank: --ranks"),
         ("", "missing from serried generate: MODEL"),
         ("m --temperature warm", "--temperature: could not convert string to float: 'warm'"),
         ("m --dtype half", "invalid choice 'half' for argument '--dtype'. Expected one of ('auto', "),
