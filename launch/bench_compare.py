@@ -9,13 +9,14 @@ Settings that differ are named first: then the figures answer another question. 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+
+from runtime.json_file import parse_json
 
 from .bench_result import HEADLINES, headline
 from .bench_tables import table_of
@@ -27,26 +28,33 @@ SAME_MACHINE = ("processor", "cores", "gpu", "torch", "threads_per_rank")
 def read_result(path: Path) -> dict[str, Any]:
     """A file of --output-json. ValueError where it is none, OSError where it is not there."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"compare is {str(path)!r}, which is no JSON: {error}") from error
-    if not isinstance(found, dict) or not {"settings", "noise", "steps", "environment"} <= set(found):
-        raise ValueError(f"compare is {str(path)!r}; it must be a file of `serried bench throughput --output-json`")
+    try:  # what can be compared with itself will be compared with the run, whoever has written it
+        comparison_table(comparison(found, found))
+        comparison_notes(found, found)
+    except (KeyError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
+        raise ValueError(
+            f"compare is {str(path)!r}; it must be a file of `serried bench throughput --output-json`"
+        ) from error
     return found
 
 
 def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Settings, and parts of the machine, that are not the same in both, in words."""
+    """Settings, and parts of the machine, that are not the same in both, in words; of those that one of them does not
+    name, as an older program's result may not, the names."""
     lines = []
     for part, names in (
-        ("settings", sorted(set(old["settings"]) | set(new["settings"]))),
+        ("settings", sorted(set(old["settings"]) & set(new["settings"]))),
         ("environment", SAME_MACHINE),
     ):
         for name in names:
             before, after = old[part].get(name), new[part].get(name)
             if before != after:
                 lines.append(f"{name} was {before}, is {after}")
-    return lines
+    unknown = sorted(set(old["settings"]) ^ set(new["settings"]))
+    return lines + ([f"only one of them says: {', '.join(unknown)}"] if unknown else [])
 
 
 def comparison(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[dict[str, Any]]:

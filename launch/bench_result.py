@@ -5,6 +5,7 @@ Keys are those of `vllm bench serve` where it has them. Knows runs, counters and
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from runtime import EngineStats, RankStats
+from runtime import EngineConfig, EngineStats, RankStats
 from runtime.cost_group import group_of
 from runtime.costs import Operations
 from runtime.device_costs import read_device_costs
@@ -118,7 +119,7 @@ def predicted(bench: Bench, steps: Sequence[GroupStep], taken: dict[str, Any]) -
         tracks=round(statistics.fmean([step.ranks[0].tracks for step in decodes])),
         sharing=bench.sharing,
     )
-    hardware, shape = read_hardware(path), CostShape.of(bench.engine.model)
+    hardware, shape = read_hardware(path), cost_shape(bench)
     width = 1 if shape.fp8 and bench.config.device != "cpu" else run_dtype(bench.config, bench.engine.model).itemsize
     return {
         "hardware": hardware.name,
@@ -134,7 +135,12 @@ def operations_of(bench: Bench) -> Operations:
     config, model = bench.engine.config, bench.engine.model
     config, _ = settle_exchange(config, model, local_size=None, on_gpu=config.device != "cpu")
     group = group_of(config, model, tokens=full_step(config))
-    return read_device_costs(path).operations(CostShape.of(model), group)
+    return read_device_costs(path).operations(cost_shape(bench), group)
+
+
+def cost_shape(bench: Bench) -> CostShape:
+    """What the cost model counts of this engine's model, its latents as they are kept."""
+    return CostShape.of(bench.engine.model, fp8_cache=bench.config.cache.is_fp8)
 
 
 HEADLINES = {
@@ -197,32 +203,30 @@ def _of_median(spread: float | None, count: int) -> float | None:
 
 
 def settings(bench: Bench, load: Workload) -> dict[str, Any]:
-    """What was asked for, under the names of the flags."""
+    """What was asked for, under the names of the flags: all of the engine's, for any may change a figure."""
     config, flags = bench.engine.config, bench.flags
     offered = {name: (str(value) if isinstance(value, Path) else value) for name, value in asdict(load).items()}
     if math.isinf(load.request_rate):
         offered["request_rate"] = "inf"
     return {
         "model_id": flags.engine.model,
-        "ranks": bench.ranks,
+        **engine_settings(config),
         "transport": bench.transport,
-        "device": config.device,
         "dtype": str(run_dtype(config, bench.engine.model)).removeprefix("torch."),
-        "ops": config.ops,
-        "exchange": config.exchange.exchange,
-        "combine": config.exchange.combine,
-        "dbo": config.overlap.dbo,
-        "async_depth": config.async_depth,
-        "prefill_schedule_interval": config.cadence.prefill_schedule_interval,
-        "num_redundant_experts": config.eplb.num_redundant_experts,
-        "max_num_seqs": config.scheduler.max_num_seqs,
         "decode_only": flags.decode_only,
         "temperature": flags.temperature,
-        "seed": config.seed,
         "weights": "random" if config.load_format == "dummy" else "checkpoint",
         "routing_source": routing_source(bench, load),
         **offered,
     }
+
+
+def engine_settings(config: EngineConfig) -> dict[str, Any]:
+    """Every setting of an engine by its flag, but for the folder of its model and the profile of its device."""
+    found: dict[str, Any] = {}
+    for name, value in json.loads(json.dumps(asdict(config))).items():  # as a file has them: lists, no tuples
+        found |= value if isinstance(value, dict) else {name: value}
+    return {name: value for name, value in found.items() if name not in ("model", "hardware")}
 
 
 def routing_source(bench: Bench, load: Workload) -> str:

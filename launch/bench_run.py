@@ -18,6 +18,7 @@ import torch
 import tyro
 from rich.console import Console
 
+from ep import RequestError
 from runtime import Engine, EngineConfig, EngineStats, read_model_config
 from runtime.instruments import Instruments
 from runtime.workload import Job, Workload
@@ -28,7 +29,7 @@ from .generate import announce, check_model, prepare_kernels
 from .group import Start, Telling, engine_of
 from .models import find_hardware, find_model
 from .place import GroupFlags, cpu_transport
-from .refusal import refusals
+from .refusal import Refusal, refusals
 from .report import loading_bar, request_bar
 from .world import World, detect
 
@@ -116,16 +117,19 @@ class Bench:
     def warm_up(self, load: Workload) -> None:
         """Run requests that are not measured, all at once."""
         at_once = min(load.num_prompts, load.max_concurrency or load.num_prompts)
-        count = at_once if self.flags.num_warmups is None else self.flags.num_warmups
-        warm = replace(load, num_prompts=max(count, 1), output_len=min(load.output_len, WARM_TOKENS))
-        jobs = self.jobs(replace(warm, request_rate=float("inf"), trace_file=None), number=1_000_003)
-        run_workload(self.engine, jobs[:count] or jobs[:1], temperature=self.flags.temperature)
+        count = max(at_once if self.flags.num_warmups is None else self.flags.num_warmups, 1)
+        jobs = [
+            replace(job, arrival_s=0.0, output_len=min(job.output_len, WARM_TOKENS))
+            for job in self.jobs(replace(load, num_prompts=count), number=1_000_003)
+        ]
+        with _asked():
+            run_workload(self.engine, jobs, temperature=self.flags.temperature)
 
     def measure(self, load: Workload, *, number: int = 0) -> Measured:
         """One run of `load`."""
         jobs = self.jobs(load, number=number)
         before = self.engine.stats()
-        with request_bar(self.notes) as on_progress:
+        with _asked(), request_bar(self.notes) as on_progress:
             run = run_workload(
                 self.engine,
                 jobs,
@@ -135,6 +139,15 @@ class Bench:
                 on_progress=on_progress,
             )
         return Measured(run=run, before=before, after=self.engine.stats(), offered=load)
+
+
+@contextmanager
+def _asked() -> Iterator[None]:
+    """Requests that the engine does not let in were asked for wrongly; all else is a failure."""
+    try:
+        yield
+    except RequestError as error:
+        raise Refusal(str(error)) from error
 
 
 @contextmanager

@@ -23,6 +23,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from runtime.workload import check_arrivals
+
 from .bench import commit, machine_line
 from .refusal import Refusal, refusals
 from .serve_load import Ask, Outcome, asks, drive, gaps
@@ -84,9 +86,7 @@ class ServeBenchFlags:
         for name in ("num_prompts", "input_len", "output_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1, e.g. 64")
-        for name in ("request_rate", "burstiness"):
-            if not getattr(self, name) > 0.0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0, e.g. 1.0")
+        check_arrivals(request_rate=self.request_rate, burstiness=self.burstiness)
         if self.warmup < 0:
             raise ValueError(f"warmup is {self.warmup}; it must be at least 0, e.g. 8")
         if self.max_concurrency is not None and self.max_concurrency < 1:

@@ -11,7 +11,6 @@ comes in bursts, more comes evenly; an infinite rate is all at once. Knows no en
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from .json_file import parse_json
+
+LEAST_RATE, LEAST_BURSTINESS = 1e-6, 1e-3
+"""Below them gaps are longer than anybody waits, or no numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +54,8 @@ class Workload:
     """Requests that arrive a second; inf: all at the start."""
 
     burstiness: float = 1.0
-    """Shape of the gaps between arrivals: 1 is a Poisson process, below 1 comes in bursts, above 1 more evenly."""
+    """Shape of the gaps between arrivals: 1 is a Poisson process, below 1 comes in bursts, above 1 more evenly, inf in
+    equal gaps."""
 
     max_concurrency: int | None = None
     """Requests under way at once, over all ranks; those that arrive while as many are wait. Unset: no limit."""
@@ -71,10 +76,7 @@ class Workload:
             raise ValueError(f"range_ratio is {self.range_ratio}; it must be from 0 to below 1, e.g. 0.5")
         if not 0.0 <= self.skew <= 10.0:
             raise ValueError(f"skew is {self.skew}; it must be from 0 to 10, e.g. 1.0")
-        for name in ("request_rate", "burstiness"):
-            value = getattr(self, name)
-            if not value > 0:
-                raise ValueError(f"{name} is {value}; it must be above 0, e.g. 1.0")
+        check_arrivals(request_rate=self.request_rate, burstiness=self.burstiness)
 
     def jobs(self, *, vocab: int, seed: int) -> list[Job]:
         """In order of arrival. ValueError for a trace that is none."""
@@ -101,6 +103,8 @@ class Workload:
     def _arrivals(self, rng: np.random.Generator) -> list[float]:
         if math.isinf(self.request_rate):
             return [0.0] * self.num_prompts
+        if math.isinf(self.burstiness):
+            return [number / self.request_rate for number in range(self.num_prompts)]
         gaps = rng.gamma(self.burstiness, 1.0 / (self.request_rate * self.burstiness), self.num_prompts)
         gaps[0] = 0.0
         return np.cumsum(gaps).tolist()
@@ -112,6 +116,16 @@ class Workload:
         return max(1, int(rng.integers(low, high + 1)))
 
 
+def check_arrivals(*, request_rate: float, burstiness: float) -> None:
+    """ValueError for a rate or a shape of which no gaps between arrivals can be drawn."""
+    for name, value, least in (
+        ("request_rate", request_rate, LEAST_RATE),
+        ("burstiness", burstiness, LEAST_BURSTINESS),
+    ):
+        if not value >= least:
+            raise ValueError(f"{name} is {value}; it must be at least {least:g}, e.g. 1.0")
+
+
 def read_trace(path: Path, *, limit: int) -> tuple[list[float], list[tuple[int, int]]]:
     """Arrivals in seconds from the first, and (prompt, output) lengths, of the first `limit` lines that say something.
 
@@ -119,7 +133,7 @@ def read_trace(path: Path, *, limit: int) -> tuple[list[float], list[tuple[int, 
     """
     arrivals: list[float] = []
     sizes: list[tuple[int, int]] = []
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if len(sizes) == limit:
                 break
@@ -138,9 +152,9 @@ def read_trace(path: Path, *, limit: int) -> tuple[list[float], list[tuple[int, 
 _EXAMPLE = '{"timestamp": 0, "input_length": 512, "output_length": 64}'
 
 
-def _entry(line: str, place: str) -> tuple[float, int, int]:
+def _entry(line: bytes, place: str) -> tuple[float, int, int]:
     try:
-        entry: Any = json.loads(line)
+        entry = parse_json(line)
     except ValueError as error:
         raise ValueError(f"{place} is no JSON: {error}; it must be like {_EXAMPLE}") from error
     if not isinstance(entry, dict):

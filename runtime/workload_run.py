@@ -14,7 +14,7 @@ from itertools import pairwise
 from .engine import Engine
 from .outputs import TokenEvent
 from .request import FinishReason
-from .sampling_params import SamplingParams
+from .sampling_params import MAX_SEED, SamplingParams
 from .workload import Job
 
 
@@ -135,7 +135,7 @@ class _Desk:
         number = len(self.times)
         job = self._jobs[number]
         params = SamplingParams(
-            temperature=self._temperature, max_tokens=job.output_len, ignore_eos=True, seed=self._seed + number
+            temperature=self._temperature, max_tokens=job.output_len, ignore_eos=True, seed=(self._seed + number) % (MAX_SEED + 1)
         )
         request_id = self._engine.submit(job.prompt, params)
         times = RequestTimes(prompt_len=len(job.prompt), arrived_s=arrived_s)

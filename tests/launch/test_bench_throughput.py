@@ -8,15 +8,19 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields, is_dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from launch.bench_compare import comparison, differing, noise_of, read_result, verdict
-from launch.bench_result import HEADLINES
+from launch.bench_result import HEADLINES, cost_shape, engine_settings
 from launch.commands import REFUSED, run_command
+from runtime import CacheConfig, EngineConfig, read_model_config
+from runtime.graph_config import GraphConfig
 from tests.launch.test_groups import TORCHRUN, finish, mpirun, start
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -263,12 +267,70 @@ def test_what_cannot_be_measured_is_refused_in_words(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"settings": {}}'])
+FOREIGN = {"settings": {}, "noise": {"source": "3 runs", "errors": {}}, "steps": {"step_ms": None}, "environment": {}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{", "[]", "7", '{"settings": {}}', "[" * 100_000, json.dumps(FOREIGN),
+        json.dumps(FOREIGN | {"output_throughput_per_gpu": "fast", "median_ttft_ms": None, "mean_tpot_ms": None,
+                              "steady": None}),
+        json.dumps(FOREIGN | {"output_throughput_per_gpu": 1.0, "median_ttft_ms": None, "mean_tpot_ms": None,
+                              "steady": ["fast"]}),
+    ],
+)  # fmt: skip
 def test_only_a_result_can_be_compared_with(tmp_path: Path, text: str):
     path = tmp_path / "old.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"compare is .*(no JSON|must be a file of)"):
         read_result(path)
+
+
+def test_every_setting_of_an_engine_is_kept_and_read_back_alike(found: dict[str, Any]):
+    config = EngineConfig(model=MODEL, graphs=GraphConfig(cuda_graph_sizes=(4, 8)), cache=CacheConfig(num_blocks=7))
+    kept = engine_settings(config)
+    names: set[str] = {"ranks", "seed"}
+    for each in fields(config):
+        value = getattr(config, each.name)
+        names |= {part.name for part in fields(value)} if is_dataclass(value) else {each.name}
+    assert set(kept) == names - {"model", "hardware"}
+    assert set(kept) <= set(found["settings"])
+    other = engine_settings(replace(config, cache=CacheConfig(num_blocks=7, kv_cache_dtype="fp8")))
+    old, new = (found | {"settings": each} for each in (json.loads(json.dumps(kept)), other))
+    assert differing(old, new) == ["kv_cache_dtype was auto, is fp8"]
+
+
+def test_settings_that_an_older_result_does_not_have_are_named_once(found: dict[str, Any]):
+    older = {name: value for name, value in found["settings"].items() if name not in ("seed", "enable_eplb")}
+    assert differing(found | {"settings": older}, found) == ["only one of them says: enable_eplb, seed"]
+
+
+def test_steps_are_predicted_with_latents_as_they_are_kept(found: dict[str, Any]):
+    model = read_model_config(Path(MODEL))
+    plain, fp8 = (
+        cost_shape(SimpleNamespace(engine=SimpleNamespace(model=model), config=config)).cache_bytes  # type: ignore[arg-type]
+        for config in (EngineConfig(model=MODEL), EngineConfig(model=MODEL, cache=CacheConfig(kv_cache_dtype="fp8")))
+    )
+    assert fp8 < plain
+
+
+def test_warm_up_asks_for_no_more_than_a_trace_of_short_requests_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 2, "output_length": 2}\n' * 3)
+    words = ["throughput", *SMALL, "--trace-file", str(trace)]
+    assert run_command("bench", words) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (last["total_input_tokens"], last["total_output_tokens"], last["completed"]) == (6, 6, 3)
+
+
+@pytest.mark.parametrize("warm", ["0", "1"])
+def test_requests_that_the_cache_can_never_hold_were_asked_for_wrongly(warm: str, capsys: pytest.CaptureFixture[str]):
+    words = ["throughput", *SMALL, "--num-blocks", "2", "--output-len", "200", "--num-warmups", warm]
+    assert run_command("bench", words) == REFUSED
+    assert "max_tokens=122 would fit" in capsys.readouterr().err
 
 
 def launchers() -> list[Any]:

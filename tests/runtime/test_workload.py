@@ -43,6 +43,21 @@ def test_arrivals_come_at_the_rate_with_the_variance_of_their_burstiness(burstin
     assert variance == pytest.approx(1 / 64 / burstiness, rel=0.12)
 
 
+def test_arrivals_of_infinite_burstiness_are_evenly_spaced():
+    load = Workload(num_prompts=3, request_rate=4.0, burstiness=math.inf, input_len=1)
+    assert [job.arrival_s for job in load.jobs(vocab=2, seed=0)] == [0.0, 0.25, 0.5]
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e300])
+@pytest.mark.parametrize("burstiness", [1e-3, 1e300])
+def test_whatever_rate_and_burstiness_are_allowed_arrivals_are_numbers_that_do_not_go_back(
+    rate: float, burstiness: float
+):
+    load = Workload(num_prompts=50, request_rate=rate, burstiness=burstiness, input_len=1)
+    times = [job.arrival_s for job in load.jobs(vocab=2, seed=0)]
+    assert all(math.isfinite(later) and later >= earlier for earlier, later in pairwise(times))
+
+
 def test_skewed_prompts_ask_for_few_tokens_often():
     even, skewed = (
         Counter(t for job in Workload(input_len=200, skew=skew).jobs(vocab=100, seed=0) for t in job.prompt)
@@ -78,6 +93,8 @@ def test_a_trace_says_when_and_how_long(tmp_path: Path):
         ('{"timestamp": 0, "input_length": true, "output_length": 1}', "input_length is True"),
         ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', "timestamp is nan"),
         ('{"timestamp": 0, "input_length": 1}', "output_length is None"),
+        ("\n\udcff", "line 2 is no JSON: the text is not UTF-8"),
+        ("[" * 100_000, "line 1 is no JSON: it is nested too deeply"),
         (
             '{"timestamp": 9, "input_length": 1, "output_length": 1}\n'
             '{"timestamp": 8, "input_length": 1, "output_length": 1}',
@@ -87,7 +104,7 @@ def test_a_trace_says_when_and_how_long(tmp_path: Path):
 )
 def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str, message: str):
     path = tmp_path / "trace.jsonl"
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
     with pytest.raises(ValueError, match=message.replace("[", r"\[")):
         read_trace(path, limit=10)
 
@@ -102,7 +119,9 @@ def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str, me
         ("range_ratio", 1.0),
         ("request_rate", 0.0),
         ("request_rate", math.nan),
+        ("request_rate", 1e-7),
         ("burstiness", -2.0),
+        ("burstiness", 1e-320),
         ("skew", -1.0),
     ],
 )

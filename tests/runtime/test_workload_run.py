@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from runtime.outputs import TokenEvent
 from runtime.request import FinishReason
-from runtime.sampling_params import SamplingParams
+from runtime.sampling_params import MAX_SEED, SamplingParams
 from runtime.workload import Job
 from runtime.workload_run import run_workload
 
@@ -84,6 +84,11 @@ def test_all_at_once_are_sent_before_the_first_step_and_every_token_is_noted():
     assert (run.requests[1].ttft_s, run.requests[1].latency_s, run.requests[1].gaps_s) == (1.0, 3.0, [1.0, 1.0])
     assert (run.begin_s, run.end_s) == (100.0, 103.0)
     assert all(request.completed for request in run.requests)
+
+
+def test_seeds_past_the_largest_begin_anew():
+    script, _ = drive(jobs(0, 0), seed=MAX_SEED)
+    assert script.seeds == [MAX_SEED, 0]
 
 
 def test_no_more_run_at_once_than_the_limit_and_who_was_held_back_counts_from_when_it_was_let_in():
