@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -39,6 +40,9 @@ from .spawn import interrupts_blocked, start_process, this_program
 
 TELL_S = 4.0
 """After a failure the service may go on so long, to say so."""
+
+UNSERVED_S = 1.0
+"""Rank 0 may take so long to end before it has told what to serve: until then it looks at no lifeline."""
 
 Serve = Callable[[GroupClient, ServeConfig], Awaitable[None]]
 
@@ -60,17 +64,23 @@ def run(arguments: Sequence[str], serve: Serve) -> int:
     with mine:
         with theirs:
             process = _start_rank0(arguments, theirs)
+        papers = None
         try:
-            papers = read(mine, Papers)
-            if papers is None:
-                return _code(process.wait(ENDING_S))
-            code = asyncio.run(FrontDoor(papers, mine).live(serve))
+            with _told_by_term():
+                papers = read(mine, Papers)
+                if papers is None:
+                    return _code(process.wait(ENDING_S))
+                code = asyncio.run(FrontDoor(papers, mine).live(serve))
+        except _Told:
+            say("told to end before it served")
+            _end(process, grace_s=UNSERVED_S)
+            return DONE
         except KeyboardInterrupt:
             say("interrupted")
             code = INTERRUPTED
         finally:
             mine.close()
-            ended = _end(process)
+            ended = _end(process, grace_s=ENDING_S if papers is not None else UNSERVED_S)
     return code or (FAILED if ended else DONE)
 
 
@@ -78,6 +88,24 @@ def say(line: str) -> None:
     """A line on standard error."""
     with suppress(OSError):
         os.write(2, f"serried: {line}\n".encode(errors="backslashreplace"))
+
+
+class _Told(KeyboardInterrupt):
+    """SIGTERM, before there is a service that takes it. An interrupt, for asyncio lets only those through."""
+
+
+@contextmanager
+def _told_by_term() -> Iterator[None]:
+    """SIGTERM raises _Told in here, until a service takes it over."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        raise _Told
+
+    before = signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class FrontDoor:
@@ -182,10 +210,10 @@ def _start_rank0(words: Sequence[str], theirs: socket.socket) -> subprocess.Pope
         return start_process(this_program(), words, theirs.fileno(), environ={DESCRIPTOR: str(theirs.fileno())})
 
 
-def _end(process: subprocess.Popen[bytes]) -> int:
-    """Wait for rank 0's process, which has been told or sees that its lifeline is gone."""
+def _end(process: subprocess.Popen[bytes], *, grace_s: float) -> int:
+    """Wait for rank 0's process, which has been told or sees that its lifeline is gone; the others end with it."""
     try:
-        return process.wait(ENDING_S)
+        return process.wait(grace_s)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
         say("rank 0 does not end, and is killed")
         process.send_signal(signal.SIGKILL)

@@ -6,16 +6,28 @@ decodes by itself, with kernels in the interpreter.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ep import ExchangeConfig
-from runtime import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig, runner_choice
+from runtime import (
+    CacheConfig,
+    Engine,
+    EngineConfig,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    SchedulerConfig,
+    runner_choice,
+)
 from runtime.graph_config import GraphConfig
 from runtime.graphs import GraphRunner, Sizes
 from runtime.runner import EagerRunner
+from runtime.scheduler import Drafter
 from runtime.settling import settle
 from runtime.thread_ranks import ThreadRanks
 from tests.runtime.pretend_graphs import HostTouched, PretendGraphs
@@ -46,29 +58,70 @@ def config(model: Path, **changes: Any) -> EngineConfig:
     return EngineConfig(**(usual | changes))  # type: ignore[arg-type]
 
 
-def decode(config: EngineConfig) -> tuple[list[list[int]], Any]:
+def decode(config: EngineConfig, **how: Any) -> tuple[list[list[int]], Any]:
     """Tokens of the prompts, some greedy and some drawn, and the rank's runner."""
-    ranks = ThreadRanks(config, drafter=None, on_plan=None, on_progress=None)
+    outputs, runner = answers(config, prompt_logprobs=None, **how)
+    return [list(output.token_ids) for output in outputs], runner
+
+
+def answers(
+    config: EngineConfig, *, drafter: Drafter | None = None, prompt_logprobs: int | None = 2
+) -> tuple[list[RequestOutput], Any]:
+    """The same in full. prompt_logprobs: asked for by the first request."""
+    ranks = ThreadRanks(config, drafter=drafter, on_plan=None, on_progress=None)
     with Engine(config, ranks=ranks) as engine:
         for index, prompt in enumerate(PROMPTS):
             params = SamplingParams(temperature=0.7 * (index == 1), seed=3, max_tokens=3, ignore_eos=True)
-            engine.submit(prompt, params, request_id=str(index))
-        outputs = {output.request_id: list(output.token_ids) for output in engine.run()}
+            asked = replace(params, prompt_logprobs=prompt_logprobs if index == 0 else None)
+            engine.submit(prompt, asked, request_id=str(index))
+        outputs = {output.request_id: output for output in engine.run()}
     return [outputs[str(index)] for index in range(len(PROMPTS))], ranks.workers[0].launcher.runner
 
 
 @pytest.fixture(scope="module")
-def eager(small_v3: Path) -> list[list[int]]:
-    tokens, _ = decode(config(small_v3))
-    return tokens
+def eager(small_v3: Path) -> list[RequestOutput]:
+    """What is decoded kernel by kernel."""
+    outputs, _ = answers(config(small_v3))
+    return outputs
 
 
 def test_replayed_steps_decode_what_launched_ones_do(small_v3, eager, graphs):
     tokens, runner = decode(config(small_v3))
     assert isinstance(runner, GraphRunner)
-    assert tokens == eager
+    assert tokens == [list(output.token_ids) for output in eager]
     assert runner.num_eager == 0
     assert graphs.num_graphs == 1 + 4  # a whole step, and the pieces of 16 tokens around three attentions
+
+
+def test_steps_that_compute_a_prompt_whose_logprobs_are_asked_for_are_launched_and_give_them(
+    small_v3, eager, graphs, monkeypatch
+):
+    monkeypatch.setattr(runner_choice, "sizes_of", lambda _: Sizes(decode=(4,), pieces=(4,)))
+    chunks = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=3, max_model_len=64)
+    found, runner = answers(config(small_v3, scheduler=chunks))
+    assert isinstance(runner, GraphRunner)
+    assert runner.num_eager == 2, "the first prompt's two chunks; all else is replayed"
+    assert [list(output.token_ids) for output in found] == [list(output.token_ids) for output in eager]
+    assert [output.prompt_logprobs is not None for output in found] == [True, False, False]
+    for mine, theirs in zip(found[0].prompt_logprobs or (), eager[0].prompt_logprobs or (), strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None and theirs is not None:
+            assert (mine.token_id, list(mine.top)) == (theirs.token_id, list(theirs.top))
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_steps_with_drafts_and_those_of_another_level_are_launched(small_v3, eager, graphs, monkeypatch, level):
+    monkeypatch.setattr(runner_choice, "sizes_of", lambda _: Sizes(decode=(4,), pieces=()))
+    monkeypatch.setattr(runner_choice, "GraphRunner", partial(GraphRunner, level=level))
+
+    def draft(request: Request) -> list[int]:
+        return list(eager[int(request.id)].token_ids)[request.num_output :][:1]
+
+    tokens, runner = decode(config(small_v3), drafter=None if level else draft)
+    assert tokens == [list(output.token_ids) for output in eager]
+    assert isinstance(runner, GraphRunner)
+    assert runner.num_eager == 3 - (level == 0), "all three, or the prompts' and that with drafts"
 
 
 def test_a_step_in_which_the_host_reads_a_value_cannot_be_recorded(small_v3, graphs, monkeypatch):
