@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import struct
 import time
 from collections.abc import Mapping, Sequence
@@ -151,18 +152,25 @@ def read_page(path: Path) -> Shown | None:
 
 
 def _settled(path: Path) -> bytes | None:
-    """The page's bytes between two writes; of a rank that was stopped amid one, as they are."""
-    with path.open("rb", buffering=0) as file:
+    """The page's bytes between two writes; of a rank that was stopped amid one, as they are. None for anything else
+    that lies there, which is not read: a pipe would not end, nor would some devices."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != PAGE_BYTES:
+            return None
         data = b""
         for _ in range(_TRIES):
-            begun, ended = _writes(file.fileno())
-            data = os.pread(file.fileno(), PAGE_BYTES + 1, 0)
+            begun, ended = _writes(descriptor)
+            data = os.pread(descriptor, PAGE_BYTES + 1, 0)
             if len(data) != PAGE_BYTES:
                 return None
-            if begun == ended == _writes(file.fileno())[0]:
+            if begun == ended == _writes(descriptor)[0]:
                 break  # none was under way before, and none has begun since
             time.sleep(_PAUSE_S)
-    return data
+        return data
+    finally:
+        os.close(descriptor)
 
 
 def _writes(descriptor: int) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from launch.commands import REFUSED, run_command
 from launch.display import Display
 from launch.top import Looks, group_heat, strip
 from runtime import Engine, EngineConfig, SamplingParams
-from runtime.show_page import PageState, ShowPage
+from runtime.show_page import WORDS, PageState, ShowPage
 from runtime.thread_ranks import ThreadRanks
 from runtime.verdict import Reason, Verdict
 
@@ -207,3 +208,25 @@ def wait_for(looks: Looks, met: Any) -> list[dict[str, Any]]:
             return groups[0]["ranks"]
         time.sleep(0.05)
     raise AssertionError(f"not seen in time: {looks.look()}")
+
+
+@pytest.mark.timeout(30)
+def test_whatever_else_lies_in_the_folder_is_passed_over(
+    tmp_path: Path, pages: list[ShowPage], capsys: pytest.CaptureFixture[str]
+):
+    base = tmp_path / "base"
+    rubbish = base / "rubbish"
+    rubbish.mkdir()
+    (base / "rank0").write_text("a file among groups")
+    os.mkfifo(rubbish / "rank0")
+    (rubbish / "rank1").symlink_to("/dev/zero")
+    (rubbish / "rank2").mkdir()
+    dice = random.Random(5)
+    whole = pages[0].path.read_bytes()
+    for number in range(3, 60):  # pages with noise behind their first words, and noise altogether
+        kept = dice.choice([0, 8, 24, 64, 8 * len(WORDS)])
+        (rubbish / f"rank{number}").write_bytes(whole[:kept] + dice.randbytes(len(whole) - kept))
+    assert run_command("top", ["--once", "--run-dir", str(base)]) == 0
+    assert "run run: 2 ranks here" in capsys.readouterr().out
+    assert run_command("top", ["--once", "--json", "--run-dir", str(base)]) == 0
+    assert json.loads(capsys.readouterr().out)["groups"]
