@@ -98,7 +98,7 @@ class _Told(KeyboardInterrupt):
 def _told_by_term() -> Iterator[None]:
     """SIGTERM raises _Told in here, until a service takes it over."""
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  # a signal handler's
         raise _Told
 
     before = signal.signal(signal.SIGTERM, on_signal)

@@ -135,7 +135,10 @@ class _Desk:
         number = len(self.times)
         job = self._jobs[number]
         params = SamplingParams(
-            temperature=self._temperature, max_tokens=job.output_len, ignore_eos=True, seed=(self._seed + number) % (MAX_SEED + 1)
+            temperature=self._temperature,
+            max_tokens=job.output_len,
+            ignore_eos=True,
+            seed=(self._seed + number) % (MAX_SEED + 1),
         )
         request_id = self._engine.submit(job.prompt, params)
         times = RequestTimes(prompt_len=len(job.prompt), arrived_s=arrived_s)
