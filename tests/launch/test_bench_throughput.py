@@ -278,6 +278,8 @@ FOREIGN = {"settings": {}, "noise": {"source": "3 runs", "errors": {}}, "steps":
                               "steady": None}),
         json.dumps(FOREIGN | {"output_throughput_per_gpu": 1.0, "median_ttft_ms": None, "mean_tpot_ms": None,
                               "steady": ["fast"]}),
+        json.dumps(FOREIGN | {"output_throughput_per_gpu": 1.0, "median_ttft_ms": None, "mean_tpot_ms": None,
+                              "steady": None, "settings": ["fast"]}),
     ],
 )  # fmt: skip
 def test_only_a_result_can_be_compared_with(tmp_path: Path, text: str):

@@ -110,7 +110,7 @@ def test_steps_that_compute_a_prompt_whose_logprobs_are_asked_for_are_launched_a
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-5)
 
 
-@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("level", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_steps_with_drafts_and_those_of_another_level_are_launched(small_v3, eager, graphs, monkeypatch, level):
     monkeypatch.setattr(runner_choice, "sizes_of", lambda _: Sizes(decode=(4,), pieces=()))
     monkeypatch.setattr(runner_choice, "GraphRunner", partial(GraphRunner, level=level))
