@@ -6,8 +6,6 @@ person starts the command, that one comes first and starts rank 0.
 
 from __future__ import annotations
 
-import socket
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import tyro
@@ -52,28 +50,6 @@ class ServeFlags:
             raise ValueError("transport is threads; ranks that serve are processes: leave it out, e.g. auto")
         if self.group.trace is not None:
             raise ValueError("trace is set; a service is traced on demand (StartProfile), see --profile-dir")
-
-
-def check_ports(config: ServeConfig) -> None:
-    """ValueError for a port that is taken, before ranks start; whoever takes one later is found out then."""
-    ports = {"port": config.port, "http_port": config.http_port_or_next}
-    if config.openai:
-        ports |= {"openai_port": config.openai_port, "openai_metrics_port": config.openai_metrics_port}
-    with ExitStack() as stack:
-        for name, port in ports.items():
-            if not port:
-                continue
-            family, kind, *_, address = socket.getaddrinfo(config.host, port, type=socket.SOCK_STREAM)[0]
-            probe = stack.enter_context(socket.socket(family, kind))
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(address)
-                probe.listen(1)
-            except OSError as error:
-                raise ValueError(
-                    f"{name} is {port}, which cannot be had on {config.host}: {error.strerror}; "
-                    "it must be free, or 0 for any"
-                ) from error
 
 
 def run(flags: ServeFlags, start: Start) -> int:
