@@ -65,7 +65,7 @@ class OverlapLoad:
     """
 
     requests: int = 128
-    prompt_len: int = 4
+    prompt_len: int = 40
     rounds: int = 6
     share: float = 1.0
     link_latency_us: float = 0.0

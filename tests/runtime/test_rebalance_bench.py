@@ -12,10 +12,8 @@ from moe import spread
 from runtime.rebalance_bench import MovingLoad, MovingTimes, go_round
 from tests.runtime.measuring import run
 
-TOLERANCE = 1.4
-"""Finding a piece's place and telling its checksum is work of the interpreter, beside bytes that cost under a ms."""
-RESOLVED = 0.05
-"""Of a step: what the difference between two steps tells on a busy machine."""
+TOLERANCE = 1.35
+"""Of what moving takes inside a step over what its bytes take there: 1.18 to 1.21 on a quiet machine."""
 
 
 @pytest.mark.slow
@@ -29,7 +27,7 @@ def test_a_step_that_moves_experts_costs_what_its_bytes_cost(tmp_path: Path):
         assert 0 < found["most_bytes"] <= MovingLoad().bytes_per_step
         assert found["beats"] > MovingLoad().steps / 2
         assert found["plain_ms"] > 0
-        if found["ratio"] <= TOLERANCE and found["unexplained"] <= RESOLVED:
+        if found["ratio"] <= TOLERANCE and found["rise_ms"] <= found["bytes_ms"]:
             return
         tries.append(found)
     pytest.fail(f"moving costs more than its bytes: {tries}")
