@@ -76,17 +76,15 @@ def test_two_tracks_of_the_engine_hide_most_of_what_a_slow_link_costs_ranks_with
 @pytest.mark.timeout(400)
 def test_two_tracks_of_the_engine_hide_most_of_what_a_slow_link_costs_by_the_clock_on_the_wall(tmp_path: Path):
     """Only ranks that have a core each count: else the figure is of what else the machine does, high or low."""
-    fair = []
+    tries = []
     for _ in range(3):
         [ranks] = run(tmp_path, "hide wall").values()
+        tries.append(ranks)
         if not all(map(has_its_core, ranks)):
-            continue
+            pytest.skip(f"other work leaves these ranks no core each: {shares(tries)}")
         if all(map(hides_most, ranks)):
             return
-        fair.append(ranks)
-    if not fair:
-        pytest.skip(f"other work leaves these ranks no core each: {shares([ranks])}")
-    pytest.fail(f"hidden by clock and by trace: {shares(fair)}")
+    pytest.fail(f"hidden by clock and by trace: {shares(tries)}")
 
 
 @pytest.mark.slow
