@@ -7,7 +7,6 @@ import torch
 
 from ep import CapacityPlan, Exchange, ExchangeConfig, Kind, Tag, Terms, Topology, exchange_ops, run_ranks
 from ep.conformance import check_exchange, expert, make_batch
-from ep.ops import exchange_ops
 from ep.reference import dense_combine
 from ep.rows import Fp8Codec
 
