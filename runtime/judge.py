@@ -171,7 +171,8 @@ def silent_after(state: State, limits: Limits) -> float:
 def judge_progress(seen: Mapping[int, Seen], *, size: int, limits: Limits) -> Verdict | None:
     """The rank that all others wait for, when somebody has waited too long.
 
-    That is the one whose place in the program is behind all others'. While it still stamps it is slow, not stuck. One
+    That is the one whose place in the program is behind all others'. While it still stamps it is slow, not stuck; and
+    while another does, what was heard of it may be older than what has moved that one: nobody has waited yet. One
     that is IDLE does not stamp: it is to blame once another has waited too long for it. A group that is idle as a whole
     waits for nobody.
     """
@@ -180,7 +181,8 @@ def judge_progress(seen: Mapping[int, Seen], *, size: int, limits: Limits) -> Ve
         return None
     limit = stuck_after(here, limits)
     behind = min(here, key=lambda one: (one.place, one.rank))
-    waited = max(one.idle_s for one in here if not _is_idle(one)) if _is_idle(behind) else behind.idle_s
+    others = [one.idle_s for one in here if one is not behind and not _is_idle(one)]
+    waited = max(others) if _is_idle(behind) else min([behind.idle_s, *others])
     if waited <= limit:
         return None
     waiting = sorted((one for one in here if one.place > behind.place), key=lambda one: one.rank)

@@ -119,6 +119,17 @@ def test_a_rank_that_still_stamps_is_slow_not_stuck_however_long_others_wait():
     assert judge_progress(seen, size=2, limits=LIMITS) is None
 
 
+def test_a_rank_that_was_heard_before_the_others_moved_is_not_stuck():
+    """After a long first step: three have said that they are in step 4, the fourth's word of its wait is older."""
+    seen = heard(
+        rank(0, at(Phase.READ, 4), idle_s=0.1),
+        rank(1, at(Phase.READ, 4), idle_s=0.0),
+        rank(2, at(Phase.READ, 4), idle_s=0.1),
+        rank(3, at(Phase.VOTE, 1, waits=True), idle_s=11.5),
+    )
+    assert judge_progress(seen, size=4, limits=LIMITS) is None
+
+
 def test_a_long_predicted_step_gives_more_time():
     seen = heard(*(rank(n, idle_s=19, predicted_s=4.0 if n == 1 else 0.1) for n in range(4)))
     assert judge_progress(seen, size=4, limits=LIMITS) is None

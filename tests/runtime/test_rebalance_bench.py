@@ -14,6 +14,8 @@ from tests.runtime.measuring import run
 
 TOLERANCE = 1.35
 """Of what moving takes inside a step over what its bytes take there: 1.18 to 1.21 on a quiet machine."""
+RESOLVED = 0.03
+"""Of a step: what the difference between two steps tells beside other work."""
 
 
 @pytest.mark.slow
@@ -27,7 +29,7 @@ def test_a_step_that_moves_experts_costs_what_its_bytes_cost(tmp_path: Path):
         assert 0 < found["most_bytes"] <= MovingLoad().bytes_per_step
         assert found["beats"] > MovingLoad().steps / 2
         assert found["plain_ms"] > 0
-        if found["ratio"] <= TOLERANCE and found["rise_ms"] <= found["bytes_ms"]:
+        if found["ratio"] <= TOLERANCE and found["unexplained"] <= RESOLVED:
             return
         tries.append(found)
     pytest.fail(f"moving costs more than its bytes: {tries}")
