@@ -104,8 +104,17 @@ def check_nobody_left(group: Group) -> None:
     for rank in range(len(group.processes)):
         [pid] = group.heard(rank, "pulse")
         status = Path(f"/proc/{int(pid)}/stat")
-        gone = not status.exists() or status.read_text().rpartition(")")[2].split()[0] in "ZX"  # not reaped: still gone
-        assert gone, f"the pulse of rank {rank} is still there"
+        until = time.monotonic() + 5.0  # a pulse says its last word before it ends
+        while not _is_gone(status):
+            assert time.monotonic() < until, f"the pulse of rank {rank} is still there"
+            time.sleep(0.02)
+
+
+def _is_gone(status: Path) -> bool:
+    try:
+        return status.read_text().rpartition(")")[2].split()[0] in "ZX"  # not reaped: still gone
+    except OSError:
+        return True
 
 
 def test_a_healthy_group_ends_in_order(groups):
