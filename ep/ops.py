@@ -74,8 +74,8 @@ class TritonOps:
     """In Triton's kernels; the host waits for nothing."""
 
     def __init__(self) -> None:
-        self._kernels = _import("kernels")
-        self._quantize_rows = _import("quant_kernels").quantize_rows
+        self._kernels = import_kernels(".kernels", __package__)
+        self._quantize_rows = import_kernels(".quant_kernels", __package__).quantize_rows
 
     def encode(self, codec: Codec, x_TD: Tensor, word: torch.dtype, /) -> Tensor:
         if not isinstance(codec, Fp8Codec):
@@ -114,9 +114,10 @@ def exchange_ops(name: str) -> ExchangeOps:
     return OPS[name]()
 
 
-def _import(name: str) -> ModuleType:
+def import_kernels(name: str, package: str | None) -> ModuleType:
+    """A module that needs triton, named from `package` if it begins with a dot. ValueError if it is not installed."""
     try:
-        return import_module(f".{name}", __package__)
+        return import_module(name, package)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "triton":
             raise

@@ -15,12 +15,10 @@ import numpy as np
 
 from runtime.workload import Workload
 
-from .bench_compare import read_result
 from .bench_result import figures
 from .bench_run import BenchFlags, Measured, bench_of
-from .bench_throughput import DONE, conclude
+from .bench_throughput import DONE, conclude, earlier_result
 from .group import Start
-from .refusal import refusals
 
 ABOUT = """\
 Measure how long a batch of requests takes, from the first prompt to the last token.
@@ -66,10 +64,7 @@ class LatencyFlags(BenchFlags):
 
 def run(flags: LatencyFlags, start: Start) -> int:
     """Measure and print on rank 0; returns 0, or 1 when a request failed. Raises Refusal for what cannot run."""
-    earlier = None
-    with refusals():
-        if flags.compare is not None:
-            earlier = read_result(flags.compare)
+    earlier = earlier_result(flags)
     with bench_of(flags, [flags.load], start) as bench:
         if bench is None:
             return DONE

@@ -60,16 +60,19 @@ class ThroughputFlags(BenchFlags):
 
 def run(flags: ThroughputFlags, start: Start) -> int:
     """Measure and print on rank 0; returns 0, or 1 when a request failed. Raises Refusal for what cannot run."""
-    earlier = None
-    with refusals():
-        if flags.compare is not None:
-            earlier = read_result(flags.compare)
+    earlier = earlier_result(flags)
     with bench_of(flags, [flags.load], start) as bench:
         if bench is None:
             return DONE
         bench.warm_up(flags.load)
         found = figures(bench, [bench.measure(flags.load, number=number) for number in range(flags.repeats)])
     return conclude(found, flags, earlier)
+
+
+def earlier_result(flags: BenchFlags) -> Mapping[str, Any] | None:
+    """What --compare names, read before anything runs; None without it. Raises Refusal for what is no result."""
+    with refusals():
+        return read_result(flags.compare) if flags.compare is not None else None
 
 
 def conclude(found: dict[str, Any], flags: BenchFlags, earlier: Mapping[str, Any] | None) -> int:

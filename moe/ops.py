@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
-from types import ModuleType
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ep import Arrivals, PairRows
+from ep.ops import import_kernels
 
 from .config import MoeConfig
 from .experts import ExpertBank, Mlp
@@ -129,10 +128,10 @@ class TritonOps:
     def __init__(self, *, comm_sms: int = 0, power_of_two: bool = False) -> None:
         self._comm_sms = comm_sms
         self._power_of_two = power_of_two
-        self._router = _import(".router_kernels", __package__)
-        self._pairs = _import(".pair_kernels", __package__)
-        self._experts = _import(".expert_kernels", __package__)
-        self._quant = _import("ep.quant_kernels", None)
+        self._router = import_kernels(".router_kernels", __package__)
+        self._pairs = import_kernels(".pair_kernels", __package__)
+        self._experts = import_kernels(".expert_kernels", __package__)
+        self._quant = import_kernels("ep.quant_kernels", None)
 
     def route(
         self,
@@ -219,14 +218,3 @@ def moe_ops(name: str, *, comm_sms: int = 0) -> MoeOps:
     comm_sms   multiprocessors that kernels which stay on theirs to the end leave to exchanges
     """
     return OPS[name](comm_sms=comm_sms)
-
-
-def _import(name: str, package: str | None) -> ModuleType:
-    try:
-        return import_module(name, package)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != "triton":
-            raise
-        raise ValueError(
-            "ops is 'triton'; it needs the package triton: pip install 'serried[gpu]', or choose reference"
-        ) from error

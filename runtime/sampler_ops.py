@@ -8,11 +8,12 @@ Shapes: B rows of logits, V vocabulary, S request slots, H history, n rows of on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from ep.ops import import_kernels
 
 from .sampler import Sampled, SamplerBatch, SampleRow, report, sample
 from .sampler_batch import logprob_groups
@@ -45,14 +46,7 @@ class TritonOps:
     """In Triton's kernels: nothing is sorted. The host waits only where log-probabilities are asked for."""
 
     def __init__(self) -> None:
-        try:
-            self._kernels = import_module(".sampler_kernels", __package__)
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.split(".")[0] != "triton":
-                raise
-            raise ValueError(
-                "ops is 'triton'; it needs the package triton: pip install 'serried[gpu]', or choose reference"
-            ) from error
+        self._kernels = import_kernels(".sampler_kernels", __package__)
 
     def choose(self, logits_BV: Tensor, rows: Mapping[int, SampleRow], tokens_SH: Tensor) -> Sampled:
         (num_rows, vocab_size), device = logits_BV.shape, logits_BV.device
