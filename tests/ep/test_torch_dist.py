@@ -20,6 +20,8 @@ from ep.torch_dist import address_of, listen, open_store, open_torch_dist
 
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = PROGRAMS.parents[2]
+FOUND_S = 10.0
+"""Half of what a rank is waited for: who takes that long was told nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,7 @@ def names(found: dict, *, errors: tuple[str, ...], words: str, next_one: bool = 
     assert found["error"] in errors, found
     assert found["culprit"] == 3, found
     assert words in found["words"], found
-    assert found["seconds"] < 5, found
+    assert found["seconds"] < FOUND_S, found
     assert (found["next"] != "nothing") is next_one, found
 
 

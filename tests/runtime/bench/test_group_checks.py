@@ -10,7 +10,7 @@ from ep import Pending, ThreadGroup, run_ranks
 from runtime.bench.group_checks import Bench, exchange_configs, group_checks, name_of, token_check
 from runtime.failure.checkup import Finding, Outcome, look
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 class Bent:
