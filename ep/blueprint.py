@@ -82,6 +82,11 @@ class Blueprint:
         return sizes
 
     @property
+    def num_bytes(self) -> int:
+        """What an Exchange allocates for one track; see `buffer_bytes`, the function."""
+        return sum(out + into for out, into in self.buffer_bytes)
+
+    @property
     def _shapes(self) -> tuple[HopShape, ...]:
         slots_per_rank = self.num_slots // self.topology.num_ranks
         return hop_shapes(self.topology, slots_per_rank=slots_per_rank, hierarchical=self.config.hierarchical == "on")
@@ -114,4 +119,4 @@ def buffer_bytes(
         config=config,
         plan=plan,
     )
-    return num_tracks * sum(out + into for out, into in blueprint.buffer_bytes)
+    return num_tracks * blueprint.num_bytes

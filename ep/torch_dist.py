@@ -242,6 +242,12 @@ class TorchDistTransport:
 
         return finish
 
+    @property
+    def num_communicators(self) -> int:
+        """Opened so far: the one of the start, and any that were split off it."""
+        splits = getattr(self._group, "comm_split_count", None)
+        return 1 + (splits() if splits is not None else 0)
+
     def abort(self, cause: BaseException) -> None:
         """Other ranks are not told: they hang until their own watch of this rank ends them."""
         self._ended = f"aborted after {type(cause).__name__}: {cause}"
@@ -251,6 +257,11 @@ class TorchDistTransport:
         if self._ended is None:
             self._ended = "closed"
             self._group.shutdown()
+
+
+def num_communicators(transport: Transport) -> int:
+    """Those that a transport has opened so far; only NCCL may open more after the start."""
+    return transport.num_communicators if isinstance(transport, TorchDistTransport) else 1
 
 
 def _rows(rows: Tensor) -> Tensor:

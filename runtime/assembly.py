@@ -27,6 +27,7 @@ from .failure.recorder import Recorder, StampedTransport
 from .failure.straggler import StragglerState
 from .forward.batch import RequestTable
 from .forward.decoder import Decoder, Through, as_they_are
+from .forward.device_time import device_time_of
 from .forward.experts import Experts
 from .forward.part_times import NO_PARTS, NoParts
 from .forward.ranges import RANGES
@@ -83,7 +84,8 @@ class Parts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
     """What ties one rank to the others, and to whoever listens. `timeline` is told what its tracks do; `excuses`
-    say why its device may be slow; `show` is told every step, `kv_log` what its prefix cache holds."""
+    say why its device may be slow; `show` is told every step, `kv_log` what its prefix cache holds. `communicators`:
+    how many the transport has opened so far."""
 
     transport: Transport
     control: Control
@@ -95,6 +97,7 @@ class Seat:
     excuses: Excuses = no_excuse
     kv_log: KvLog | None = None
     show: NotShown = NOT_SHOWN
+    communicators: Callable[[], int] = lambda: 1
 
 
 def assemble(
@@ -261,11 +264,14 @@ def _worker(
     recorder = RANGES[settled.device.type](recorder)
     transport = StampedTransport(LanedTransport(seat.transport, lanes), recorder)
     switch = Switch()
-    decoder = build_decoder(settled, weights, transport, through=switch.through, timer=timer)
+    device_time = device_time_of(settled.device, model.moe_layers)
+    carried = switch.carry(device_time.carry(transport))
+    decoder = build_decoder(settled, weights, carried, through=switch.through, timer=timer)
     instruments.prepare(decoder.cache)
     table = RequestTable(
         config.scheduler.max_num_seqs, max_model_len, page_size=config.cache.block_size, device=settled.device
     )
+    guard = guard_of(settled.device, debug_sync=config.graphs.debug_sync, communicators=seat.communicators)
     hand_over = build_hand_over(settled, decoder.cache, pool, prefix, rank=seat.transport.rank)
     return Worker(
         decoder=decoder,
@@ -290,8 +296,18 @@ def _worker(
         sampler=timed_sampler(sampler_ops(config.ops), timer),
         parts=timer,
         show=seat.show,
-        runner=build_runner(settled, decoder, table, switch=switch, timeline=seat.timeline, ranks_here=ranks_here),
-        guard=guard_of(settled.device, debug_sync=config.graphs.debug_sync),
+        runner=build_runner(
+            settled,
+            decoder,
+            table,
+            switch=switch,
+            timeline=seat.timeline,
+            ranks_here=ranks_here,
+            drafts=drafter is not None,
+            guard=guard,
+        ),
+        guard=guard,
+        device_time=device_time,
     )
 
 

@@ -64,8 +64,8 @@ class ThreadRanks:
             on_progress=on_progress,
             instruments=instruments,
         )
-        for worker in self._parts.workers:
-            worker.launcher.runner.prepare()
+        self._group.start(lambda transport: self.workers[transport.rank].launcher.runner.prepare())
+        self._group.join()
         self.facts = GroupFacts(
             model=self._parts.model,
             plan=self._parts.plan,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from ep import Pending, ThreadGroup, run_ranks
+from ep.rows import HEADER_WORDS
 from runtime.bench.group_checks import Bench, exchange_configs, group_checks, name_of, token_check
 from runtime.failure.checkup import Finding, Outcome, look
+from tests.runtime.pretend_graphs import PretendGraphs
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -88,6 +93,44 @@ def test_a_byte_that_changes_on_its_way_is_found_and_explained(kind):
     assert worst.name == ("transport" if kind == "CHECK" else "exchange, exact, straight, ranks back, run there")
     assert worst.means
     assert worst.tries
+
+
+def look_captured(transport, *, bent: bool = False) -> list[Finding]:
+    """Those that record, on a pretend device; bent: what comes back in replays is another byte."""
+    device = PretendGraphs()
+    if bent:
+        transport = BentReplays(transport, "COMBINE", device)
+    able = replace(bench(device.carry(transport)), graphs=lambda: device)
+    return [look(check) for check in group_checks(able) if check.name.endswith("captured")]
+
+
+class BentReplays(Bent):
+    """Only once something was recorded, and in the first value of each row that comes back, behind its header."""
+
+    def __init__(self, transport, kind: str, device: PretendGraphs) -> None:
+        super().__init__(transport, kind)
+        self._device = device
+
+    def _bend(self, rows: Tensor, tag) -> Tensor:
+        if tag.kind.name == self._kind and self._device.num_graphs and self._device.graph is None:
+            rows.view(torch.uint8)[:, 8 * HEADER_WORDS + 1] ^= 0x40
+        return rows
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_captured_exchanges_are_replayed_in_every_bounded_mode(ranks: int):
+    for findings in run_ranks(ranks, look_captured, timeout_s=60):
+        assert {(each.outcome, each.words) for each in findings} == {
+            (Outcome.OK, "replayed with other rows, which came back right")
+        }
+        assert len(findings) == (8 if ranks > 1 else 4)
+
+
+def test_a_replay_that_brings_back_something_else_is_found_and_explained():
+    for findings in run_ranks(2, partial(look_captured, bent=True), timeout_s=60):
+        assert {each.outcome for each in findings} == {Outcome.FAILED}
+        assert all(each.words.startswith("replay 0: a sum is off by") for each in findings)
+        assert findings[0].means == "this exchange cannot be replayed in a CUDA graph here, though it may work without"
 
 
 def test_every_mode_is_built_and_named_once():
