@@ -13,7 +13,7 @@ import torch
 
 from . import nccl_ep, symmetric
 from .blueprint import Blueprint
-from .config import BACK_ENDS
+from .config import BACK_ENDS, ExchangeMode
 from .lanes import Lanes
 from .parts import BackEnd
 from .transport import Transport
@@ -49,6 +49,11 @@ def refusal(mode: str, device: torch.device | str) -> str | None:
         return f"exchange is {mode!r}, which carries rows between GPUs, but device is {device}; e.g. exact"
     lacks = MAKERS[mode].lacks()
     return None if lacks is None else f"exchange is {mode!r}, but {lacks}; or take bounded"
+
+
+def installed() -> tuple[ExchangeMode, ...]:
+    """Those that lack nothing on this machine."""
+    return tuple(mode for mode in BACK_ENDS if MAKERS[mode].lacks() is None)
 
 
 def opener(

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 
 ExchangeMode = Literal["auto", "exact", "bounded", "nccl_ep", "symmetric"]
-BACK_ENDS = ("nccl_ep", "symmetric")
+BACK_ENDS: tuple[ExchangeMode, ...] = ("nccl_ep", "symmetric")
 """Modes in which something other than the transport carries the rows; see `back_ends`."""
 Switch = Literal["auto", "on", "off"]
 CombineMode = Literal["ranks", "slots"]

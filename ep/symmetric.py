@@ -62,7 +62,9 @@ class TorchMemory:
 
 
 def name_group(rank: int, size: int, store: Store) -> None:
-    """Tell torch who the ranks are, before the first buffer. Nobody is connected yet."""
+    """Tell torch who the ranks are, before the first buffer, where it can make use of that. Nobody is connected yet."""
+    if lacks() is not None:
+        return
     module: Any = import_module("torch._C._distributed_c10d")
     module._SymmetricMemory.set_group_info(GROUP, rank, size, PrefixStore("symmetric", store))
 

@@ -30,7 +30,7 @@ def why_eager(settled: Settled, *, ranks_here: int) -> str:
         return "--enforce-eager"
     if config.ops != "triton":
         return f"ops are {config.ops}, which ask the host"
-    if settled.model.moe is not None and config.exchange.exchange != "bounded":
+    if settled.model.moe is not None and config.exchange.exchange == "exact":
         return f"the exchange is {config.exchange.exchange}, which asks the host"
     if ranks_here > 1:
         return f"{ranks_here} ranks are threads of one process, which take turns inside a step"

@@ -86,7 +86,7 @@ def send(exchange: Exchange, batch, rank: int, *, tags: tuple[Tag, Tag] = (TAG, 
 def is_right(found: torch.Tensor, batch, rank: int) -> bool:
     own = batch.own(rank)
     truth = dense_combine(batch.x_GD[own], batch.slots_GK[own], batch.weights_GK[own], expert)
-    return torch.allclose(found, truth, rtol=0, atol=1e-4)
+    return torch.allclose(found.double(), truth, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
