@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ep import ExchangeConfig, Topology, Transport, choose, run_ranks
+from ep.back_ends import refusal
 from ep.exchange_bench import ExchangeTimes, Load, bench_tags, measure
 from runtime.weights.hardware import Hardware, read_hardware
 
@@ -103,6 +104,9 @@ class ExchangeFlags:
             if not getattr(self, name) or min(getattr(self, name)) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; each must be at least 1, e.g. 128")
         self.exchange.refuse_narrow(DTYPES[self.dtype])
+        refused = refusal(self.exchange.exchange, "cpu")
+        if refused is not None:
+            raise ValueError(f"{refused}; serried doctor times it on GPUs")
 
     def configs(self) -> list[ExchangeConfig]:
         """What is measured of each size: what is left open is tried both ways, but for nodes when there is one."""
