@@ -10,8 +10,9 @@ What it follows, read in torch's nvshmem_extension.cu and NVSHMEMSymmetricMemory
     blocks        64, or 16 beyond the reach of loads, for a large input: each takes an equal part of a member's bytes,
                   and the device asserts that there is one
 
-Rows travel over the transport that a test gave it. What is read late is read late here too: `fetch_late` holds what a
-rank reads back until its next call, so that a send buffer that was overwritten too early is seen.
+Ranks meet over the transport that a test gave it. Whoever reads may do so until it begins its next call: there it
+looks again, and a send buffer that its owner has written since is TooEarly; so are lengths that are told to a rank whose
+call before, of the same lengths, may still be under way.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ from ep import Kind, Tag
 TAG = Tag(0, 0, 0, 0, Kind.CHECK)
 
 
+class TooEarly(AssertionError):
+    """Memory was written while another rank may have been reading it."""
+
+
 @dataclass
 class Heap:
     """One rank's memory of a group, and the same places of all others'."""
@@ -35,10 +40,14 @@ class Heap:
     transport: Any
     shared: dict[int, list[Tensor]]
     """By rank, in the order of allocation; of all ranks."""
+    entered: dict[int, tuple[int, int]]
+    """By rank: the number of its newest call, and the lengths that it was made with; of all ranks."""
     byte: int = 0xFF
     """What new memory holds."""
     spoil: Any = None
     before: Any = None
+    reads: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False)
+    """Of the newest call: the others' rows, where they lie and as they were."""
     calls: int = field(default=0, init=False)
 
     def empty(self, num_bytes: int) -> Tensor:
@@ -66,21 +75,31 @@ class Heap:
         assert out_PB.numel() >= 4 << 20, "a small input takes a number of blocks that may not divide a row"
         for blocks in (64, 16):
             assert width % max(blocks // size, 1) == 0, "blocks cannot share a row evenly"
+        if any(not torch.equal(there, then) for there, then in self.reads):
+            raise TooEarly(
+                f"call {self.calls}: rows that rank {rank} was sent were written while it may have read them"
+            )
         number, lengths = self._number(out_PB), self._number(landed_2R)
+        self.calls += 1
+        self.entered[rank] = self.calls, lengths
         begins = (leaving_R.cumsum(0) - leaving_R).tolist()
         for peer in range(size):
+            if self.entered.get(peer, (0, -1))[1] == lengths and self.entered[peer][0] < self.calls:
+                raise TooEarly(f"call {self.calls}: lengths of rank {peer} are told while its call before uses them")
             theirs = self.shared[peer][lengths].view(torch.int64).view(2, size)
             theirs[0, rank], theirs[1, rank] = leaving_R[rank if peer == rank else peer], begins[peer]
         self._meet()
-        at = 0
+        at, self.reads = 0, []
         for source, (count, begin) in enumerate(landed_2R.t().tolist()):
             rows = self.shared[source][number][: out_PB.numel()].view(-1, width)
-            into_QB[at : at + count] = rows[begin : begin + count]
+            there = rows[begin : begin + count]
+            if source != rank:
+                self.reads.append((there, there.clone()))
+            into_QB[at : at + count] = there
             landed_2R[1, source] = at
             at += count
         if self.spoil is not None:
             self.spoil(rank, into_QB)
-        self.calls += 1
 
     def _number(self, tensor: Tensor) -> int | None:
         """Which of this rank's allocations it lies in."""

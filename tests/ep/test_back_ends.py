@@ -19,6 +19,7 @@ from ep.parts import BackEnd
 from ep.reference import dense_combine
 from ep.selftest import SelfTestFailed, self_test
 from ep.symmetric import Symmetric
+from ep.symmetric_hop import row_align
 from ep.topology import Topology
 from tests.ep.pretend_nccl_ep import World
 from tests.ep.pretend_symmetric import Heap
@@ -38,7 +39,9 @@ class Pretended:
     def __init__(self, name: str, world: World):
         self.name = name
         self.world = world
-        self.heaps: dict[int, list[torch.Tensor]] = {}
+        self.memory: dict[int, list[torch.Tensor]] = {}
+        self.entered: dict[int, tuple[int, int]] = {}
+        self.heaps: dict[int, Heap] = {}
         self.spoil = self.before = None
 
     def opener(self, transport) -> Callable[[Blueprint], BackEnd | None]:
@@ -46,9 +49,17 @@ class Pretended:
         self.world.spoil, self.world.before = self.spoil, self.before
         if self.name == "nccl_ep":
             return opener(transport, lanes=NoLanes(CPU), device=CPU)
-        self.heaps.pop(transport.rank, None)
-        heap = Heap(transport, self.heaps, spoil=self.spoil, before=self.before)
+        self.memory.pop(transport.rank, None)
+        self.entered.pop(transport.rank, None)
+        heap = Heap(transport, self.memory, self.entered, spoil=self.spoil, before=self.before)
+        self.heaps[transport.rank] = heap
         return lambda blueprint: Symmetric(transport, blueprint, lanes=NoLanes(CPU), device=CPU, memory=heap)
+
+    def end_of_reading(self, transport) -> None:
+        """All have read what they were sent: buffers may be written."""
+        transport.all_gather(torch.zeros(1), tag=TAG).wait()
+        if transport.rank in self.heaps:
+            self.heaps[transport.rank].reads.clear()
 
     def exchange(self, transport, *, num_tracks: int = 1, around=None, **settings) -> Exchange:
         settings = {"num_slots": 8, "hidden": HIDDEN, "top_k": 3, "dtype": torch.float32} | settings
@@ -151,6 +162,7 @@ def test_what_lay_in_the_buffers_before_does_no_harm(pretended, byte):
         exchange, found = pretended.exchange(transport), []
         [hop] = exchange._tracks[0][1]
         for step, routing in enumerate(("spread", "masked", "one slot", "silent")):
+            pretended.end_of_reading(transport)
             hop._buffers.out.fill_(byte)
             hop._buffers.into.fill_(byte)
             batch = batch_of(routing)
@@ -342,3 +354,17 @@ def test_the_bytes_that_are_planned_are_those_that_are_allocated(pretended, name
         return True
 
     assert run_ranks(2, fn, timeout_s=LIMIT_S) == [True] * 2
+
+
+@pytest.mark.parametrize(("ranks", "align"), [(1, 64), (2, 32), (3, 1680), (4, 16), (8, 16), (12, 80), (32, 16)])
+def test_rows_in_symmetric_memory_can_be_shared_evenly_by_the_blocks_that_fetch_them(ranks, align):
+    assert row_align(ranks) == align
+    config = ExchangeConfig(exchange="symmetric", hierarchical="off", round_tokens=128)
+    blueprint = Blueprint(
+        topology=Topology(num_ranks=ranks, node_size=ranks), config=config, num_slots=8 * ranks, hidden=7168,
+        top_k=8, dtype=torch.bfloat16,
+    )  # fmt: skip
+    [spec] = blueprint.specs
+    for width in (spec.row.num_bytes, spec.back.block_row_bytes):
+        assert width % align == 0
+        assert width >= 7168 * 2
