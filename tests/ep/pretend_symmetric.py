@@ -11,8 +11,8 @@ What it follows, read in torch's nvshmem_extension.cu and NVSHMEMSymmetricMemory
                   and the device asserts that there is one
 
 Ranks meet over the transport that a test gave it. Whoever reads may do so until it begins its next call: there it
-looks again, and a send buffer that its owner has written since is TooEarly; so are lengths that are told to a rank whose
-call before, of the same lengths, may still be under way.
+looks again, and a send buffer that its owner has written since is TooEarly; so are lengths that are told to a rank
+whose call before, of the same lengths, may still be under way.
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ class Heap:
         for blocks in (64, 16):
             assert width % max(blocks // size, 1) == 0, "blocks cannot share a row evenly"
         if any(not torch.equal(there, then) for there, then in self.reads):
-            raise TooEarly(
-                f"call {self.calls}: rows that rank {rank} was sent were written while it may have read them"
-            )
+            raise TooEarly(f"call {self.calls}: rows for rank {rank} were written while it may have read them")
         number, lengths = self._number(out_PB), self._number(landed_2R)
         self.calls += 1
         self.entered[rank] = self.calls, lengths
