@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -48,7 +49,7 @@ class Contest:
                 )
 
             def time_us(exchange: Exchange) -> float:
-                if exchange.config.exchange in self.untimed:
+                if rank == 2 and exchange.config.exchange in self.untimed:
                     raise RuntimeError(self.untimed[exchange.config.exchange])
                 return self.us[rank][exchange.config.exchange]
 
@@ -117,7 +118,7 @@ def test_one_that_raises_in_its_self_test_is_dropped_and_the_warning_says_why(co
 
 
 @pytest.mark.parametrize("name", ["nccl_ep", "symmetric"])
-def test_one_that_brings_wrong_rows_to_a_single_rank_is_dropped_by_all(contest, name):
+def test_one_that_brings_wrong_rows_is_dropped_by_all(contest, name):
     def spoil(rank, landed):
         if rank == 3:
             landed.view(torch.uint8)[..., -64:] ^= 0x40
@@ -126,10 +127,9 @@ def test_one_that_brings_wrong_rows_to_a_single_rank_is_dropped_by_all(contest, 
     mode, said = contest.chosen()
     assert mode != name
     [warning] = said[1:]
-    assert warning.startswith(
-        f"warning: exchange {name} is not used: SelfTestFailed: rank 3: self-test of the exchange"
+    assert re.search(
+        rf"^warning: exchange {name} is not used: SelfTestFailed: .* pattern 'spread': .*rank \d\)$", warning
     )
-    assert warning.endswith("(rank 3)")
 
 
 def test_one_that_a_single_rank_lacks_is_not_even_built(contest):
@@ -140,11 +140,11 @@ def test_one_that_a_single_rank_lacks_is_not_even_built(contest):
     assert {mode for _, mode in contest.built} == {"bounded", "symmetric"}
 
 
-def test_one_that_cannot_be_recorded_is_dropped_after_its_self_test(contest):
+def test_one_that_a_single_rank_cannot_record_is_dropped_by_all_after_its_self_test(contest):
     contest.untimed["nccl_ep"] = "operation not permitted when stream is capturing"
     mode, said = contest.chosen()
     assert mode == "symmetric"
-    assert "stream is capturing" in said[1]
+    assert said[1].endswith("stream is capturing (rank 2)")
 
 
 def test_what_was_dropped_or_beaten_has_given_back_what_it_held(contest, world):
