@@ -14,11 +14,10 @@ Legend: R ranks, P places to send, Q places that land, B bytes of a row.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from .blueprint import Blueprint
 from .hops import Hop, HopBuffers
@@ -26,6 +25,9 @@ from .lanes import Lanes
 from .parts import HopPart
 from .symmetric_hop import Lengths, SymmetricHop
 from .transport import Transport
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 GROUP = "0"
 """What torch calls the group of all ranks; its allocator for NVSHMEM asks for this one."""
@@ -62,11 +64,14 @@ class TorchMemory:
 
 
 def name_group(rank: int, size: int, store: Store) -> None:
-    """Tell torch who the ranks are, before the first buffer, where it can make use of that. Nobody is connected yet."""
+    """Tell torch who the ranks are, before the first buffer, where it can make use of that. Nobody is connected yet.
+
+    store: for this alone.
+    """
     if lacks() is not None:
         return
     module: Any = import_module("torch._C._distributed_c10d")
-    module._SymmetricMemory.set_group_info(GROUP, rank, size, PrefixStore("symmetric", store))
+    module._SymmetricMemory.set_group_info(GROUP, rank, size, store)
 
 
 def lacks() -> str | None:

@@ -301,7 +301,7 @@ def _open_nccl(asked: Opening) -> Transport:
     options = _nccl_options(dist.ProcessGroupNCCL.Options(), comm_sms=asked.comm_sms, limit=asked.limit)
     group = dist.ProcessGroupNCCL(asked.store, asked.rank, asked.size, options)
     group.eager_connect_single_device(asked.device)  # no new communicator after the start
-    name_group(asked.rank, asked.size, asked.store)
+    name_group(asked.rank, asked.size, PrefixStore("symmetric", asked.store))
     return TorchDistTransport(group, device=asked.device)
 
 
