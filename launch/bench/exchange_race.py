@@ -1,4 +1,4 @@
-"""`serried bench exchange --transport nccl`: every way of exchange that GPUs here have, timed as the start of a group does.
+"""`serried bench exchange --transport nccl`: every way of exchange that GPUs here have, timed as a group does at start.
 
     each size    bounded, then the back ends that are installed: self-test, then a round replayed from a graph
 
