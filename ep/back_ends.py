@@ -38,6 +38,8 @@ MAKERS: dict[str, Maker] = {
     "nccl_ep": Maker(nccl_ep.NcclEp, nccl_ep.lacks, nccl_ep.refuses, nccl_ep.library_bytes),
     "symmetric": Maker(symmetric.Symmetric, symmetric.lacks, symmetric.refuses, symmetric.library_bytes),
 }
+KEEPS_MEMORY = ("symmetric",)
+"""What was once allocated there stays until the process ends."""
 assert tuple(MAKERS) == BACK_ENDS, "a mode that something else carries has its maker"
 
 

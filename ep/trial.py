@@ -3,8 +3,8 @@
     in turn, on all ranks together    can it be had? | build | each pattern of the self-test | time
     after each of these               ranks say how it went, in words; one that failed anywhere is dropped everywhere
 
-Whatever is dropped is closed before the next is built, and so are those that are timed: the winner is built again, so
-that only one's memory is ever held. A way that hangs, or ends the process, cannot be dropped: it ends the start, and a
+Each is closed before the next is built, so that only one's memory is ever held, and a winner that was not the last is
+built again. (What cannot give its memory back comes last.) A way that hangs, or ends the process, cannot be dropped: it ends the start, and a
 user leaves it out. Knows no clock and no mode; what is built and how it is timed is handed in.
 
 Legend: R ranks.
@@ -63,12 +63,22 @@ def fastest(trial: Trial, transport: Transport, *, device: torch.device | str) -
     TransportError when none passed, with what each failed at.
     """
     votes = _Votes(transport, device)
-    tried = [_try(trial, config, votes) for config in trial.configs]
-    passed = [each for each in tried if each.us is not None]
-    if not passed:
+    tried: list[Tried] = []
+    latest: Exchange | None = None
+    for config in trial.configs:
+        if latest is not None:
+            latest.close()
+        result, latest = _try(trial, config, votes)
+        tried.append(result)
+    if all(each.us is None for each in tried):
         faults = "; ".join(f"{each.name}: {each.fault}" for each in tried)
         raise TransportError(f"no way of exchange passes its self-test: {faults}", rank=transport.rank)
-    return trial.build(best_of(passed).config), tried
+    best = best_of(tried)
+    if latest is not None and best is tried[-1]:
+        return latest, tried
+    if latest is not None:
+        latest.close()
+    return trial.build(best.config), tried
 
 
 def best_of(tried: Sequence[Tried]) -> Tried:
@@ -107,22 +117,24 @@ class _Votes:
         return float(self._transport.all_gather(row, tag=next(self._tags)).wait().max())
 
 
-def _try(trial: Trial, config: ExchangeConfig, votes: _Votes) -> Tried:
+def _try(trial: Trial, config: ExchangeConfig, votes: _Votes) -> tuple[Tried, Exchange | None]:
+    """How it went, and the exchange if it passed."""
     fault = votes.fault(trial.lacks(config))
     if fault is not None:
-        return Tried(config=config, fault=fault)
+        return Tried(config=config, fault=fault), None
     built: list[Exchange] = []
     fault = votes.fault(_attempt(lambda: built.append(trial.build(config))))
     if fault is None:
         fault = _test(built[0], votes)
-    us = 0.0
+    times: list[float] = []
     if fault is None:
-        times: list[float] = []
         fault = votes.fault(_attempt(lambda: times.append(trial.time_us(built[0]))))
-        us = votes.slowest(times[0]) if fault is None else 0.0
+    if fault is None:
+        built[0].take_bytes()
+        return Tried(config=config, us=votes.slowest(times[0])), built[0]
     for exchange in built:
         exchange.close()
-    return Tried(config=config, us=us) if fault is None else Tried(config=config, fault=fault)
+    return Tried(config=config, fault=fault), None
 
 
 def _test(exchange: Exchange, votes: _Votes) -> str | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from ep import Topology, buffer_bytes
-from ep.back_ends import MAKERS
+from ep import ExchangeConfig, Topology, buffer_bytes
+from ep.back_ends import KEEPS_MEMORY, MAKERS
 from ep.blueprint import Blueprint
 from ep.capacity import CapacityPlan
 from moe import spread
@@ -42,3 +44,10 @@ def exchange_bytes(
         return held
     blueprint = Blueprint(topology=topology, num_slots=num_slots, hidden=hidden, top_k=top_k, dtype=dtype, config=way)
     return held + MAKERS[way.exchange].library_bytes(blueprint)
+
+
+def most_at_once(settled: int, tried: Sequence[int], ways: Sequence[ExchangeConfig]) -> int:
+    """The most that a trial of these ways holds, after it the winner: one at a time, but what keeps its memory stays."""
+    kept = sum(size for size, way in zip(tried, ways, strict=True) if way.exchange in KEEPS_MEMORY)
+    others = [size for size, way in zip(tried, ways, strict=True) if way.exchange not in KEEPS_MEMORY]
+    return kept + max([settled, *others])

@@ -31,7 +31,7 @@ from ..weights.memory import MemoryNumbers, MemoryPlan, plan_memory
 from .capacities import read_capacities
 from .config import DTYPES, EngineConfig
 from .exchange_choice import choose_exchange, to_try
-from .exchange_sizes import exchange_bytes
+from .exchange_sizes import exchange_bytes, most_at_once
 from .kernel_choice import OpsName, choose_ops
 
 CPU_CACHE_BYTES = 1 << 30
@@ -143,7 +143,7 @@ def settle(config: EngineConfig, *, local_size: int | None = None) -> Settled:
         capacities=capacities,
     )
     tried = [_exchange_bytes(replace(config, exchange=each), model, None) for each in tries[1:]]
-    numbers = replace(numbers, exchange_buffer_bytes=max([numbers.exchange_buffer_bytes, *tried]))
+    numbers = replace(numbers, exchange_buffer_bytes=most_at_once(numbers.exchange_buffer_bytes, tried, tries[1:]))
     plan = plan_memory(model, numbers)
     plan.check_fits()
     return Settled(

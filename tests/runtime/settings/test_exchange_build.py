@@ -13,7 +13,7 @@ from runtime.forward.part_times import NO_PARTS
 from runtime.settings import exchange_build
 from runtime.settings.config import EngineConfig
 from runtime.settings.exchange_build import build_exchange, with_back_ends
-from runtime.settings.exchange_sizes import exchange_bytes
+from runtime.settings.exchange_sizes import exchange_bytes, most_at_once
 from runtime.settings.settling import Settled, settle, topology_of
 from tests.ep.pretend_nccl_ep import World
 from tests.ep.test_back_ends import Pretended
@@ -112,3 +112,10 @@ def test_the_plan_counts_what_the_library_takes_for_itself():
     rows = 8 * 136 * 7168 * 2
     assert 2 * rows < sizes["nccl_ep"] - sizes["bounded"] < 8 * rows
     assert sizes["symmetric"] < sizes["nccl_ep"]
+
+
+def test_what_keeps_its_memory_is_counted_beside_the_winner_and_other_ways_one_at_a_time():
+    ways = [ExchangeConfig(exchange=mode) for mode in ("nccl_ep", "symmetric")]
+    assert most_at_once(10, [7, 3], ways) == 10 + 3
+    assert most_at_once(10, [40, 3], ways) == 40 + 3
+    assert most_at_once(10, [], []) == 10
