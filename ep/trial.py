@@ -4,8 +4,8 @@
     after each of these               ranks say how it went, in words; one that failed anywhere is dropped everywhere
 
 Each is closed before the next is built, so that only one's memory is ever held, and a winner that was not the last is
-built again. (What cannot give its memory back comes last.) A way that hangs, or ends the process, cannot be dropped: it ends the start, and a
-user leaves it out. Knows no clock and no mode; what is built and how it is timed is handed in.
+built again. (What cannot give its memory back comes last.) A way that hangs, or ends the process, cannot be dropped: it
+ends the start, and a user leaves it out. Knows no clock and no mode; what is built and how it is timed is handed in.
 
 Legend: R ranks.
 """
