@@ -47,7 +47,7 @@ def exchange_bytes(
 
 
 def most_at_once(settled: int, tried: Sequence[int], ways: Sequence[ExchangeConfig]) -> int:
-    """The most that a trial of these ways holds, and the winner after it: one at a time, but for what keeps its memory."""
+    """The most that a trial of these ways holds, then the winner: one at a time, but for what keeps its memory."""
     kept = sum(size for size, way in zip(tried, ways, strict=True) if way.exchange in KEEPS_MEMORY)
     others = [size for size, way in zip(tried, ways, strict=True) if way.exchange not in KEEPS_MEMORY]
     return kept + max([settled, *others])
