@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -53,7 +54,8 @@ class Pretended:
         self.entered.pop(transport.rank, None)
         heap = Heap(transport, self.memory, self.entered, spoil=self.spoil, before=self.before)
         self.heaps[transport.rank] = heap
-        return lambda blueprint: Symmetric(transport, blueprint, lanes=NoLanes(CPU), device=CPU, memory=heap)
+        make = partial(Symmetric, transport, lanes=NoLanes(CPU), device=CPU, memory=heap)
+        return lambda blueprint: make(blueprint) if blueprint.config.exchange == self.name else None
 
     def end_of_reading(self, transport) -> None:
         """All have read what they were sent: buffers may be written."""
