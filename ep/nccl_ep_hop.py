@@ -251,10 +251,9 @@ class NcclEpHop:
         size, row, land = self._spec.num_members, self._spec.row, self._land
         live_RM = self._place_M < self._counts_R.unsqueeze(1)
         trailers_RMW = land.trailers.view(torch.int64).view(size, self._rows, TRAILER_WORDS)
-        is_head_RM = live_RM & (trailers_RMW[:, :, TAG_WORDS] == 1)
-        heads_R = is_head_RM.to(torch.uint8).argmax(1) + self._begin_R
-        heard_RW = trailers_RMW.flatten(0, 1)[heads_R, :TAG_WORDS]
-        self._faults.compare(heard_RW.where(is_head_RM.any(1, keepdim=True), -1), words)
+        is_head_RM = trailers_RMW[:, :, TAG_WORDS] == 1
+        heads_R = is_head_RM.to(torch.uint8).argmax(1) + self._begin_R  # the first: older ones lie after all that came
+        self._faults.compare(trailers_RMW.flatten(0, 1)[heads_R, :TAG_WORDS], words)
         is_row_N1 = (live_RM & ~is_head_RM).view(-1, 1)
         rows = Rows(
             self._origin_N,
