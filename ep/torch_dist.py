@@ -34,6 +34,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, St
 
 from .errors import TagMismatch, TransportError
 from .mail import MailTransport
+from .symmetric import name_group
 from .tags import check_tags
 from .transport import Pending, Tag, Transport
 from .wire import Bytes, Channel, Lost
@@ -311,6 +312,7 @@ def _open_nccl(asked: Opening) -> Transport:
     options = _nccl_options(dist.ProcessGroupNCCL.Options(), comm_sms=asked.comm_sms, limit=asked.limit)
     group = dist.ProcessGroupNCCL(asked.store, asked.rank, asked.size, options)
     group.eager_connect_single_device(asked.device)  # no new communicator after the start
+    name_group(asked.rank, asked.size, PrefixStore("symmetric", asked.store))
     return TorchDistTransport(group, device=asked.device)
 
 

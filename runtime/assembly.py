@@ -33,7 +33,7 @@ from .forward.part_times import NO_PARTS, NoParts
 from .forward.ranges import RANGES
 from .graphs.switch import Switch
 from .graphs.sync_guard import guard_of
-from .loop.instruments import Instruments, timed_exchange, timed_recorder, timed_sampler
+from .loop.instruments import Instruments, timed_recorder, timed_sampler
 from .loop.ranks import Inbox
 from .loop.rebalance import build_rebalancer, widest
 from .loop.routing_record import open_recorder
@@ -52,6 +52,7 @@ from .scheduling.heartbeat import HeartbeatState
 from .scheduling.overlap import CostModel
 from .scheduling.scheduler import Drafter, Scheduler
 from .settings.cost_group import group_of
+from .settings.exchange_build import OpenBackEnd, build_exchange, with_back_ends
 from .settings.kv_connectors import build_hand_over
 from .settings.runner_choice import build_runner
 from .settings.settling import Settled, full_step
@@ -131,6 +132,7 @@ def assemble(
     budget = _budget(settled)
     if drafter is not None:
         drafter = partial(_guarded, drafter, settled.model.vocab_size)
+    told: list[str] = []
     workers = tuple(
         _worker(
             settled,
@@ -142,6 +144,7 @@ def assemble(
             source=source,
             ranks_here=len(seats),
             instruments=instruments or Instruments(),
+            tell=told.append,
         )
         for seat, held in zip(seats, weights, strict=True)
     )
@@ -149,7 +152,7 @@ def assemble(
         model=settled.model,
         plan=settled.plan,
         workers=workers,
-        notes=(*settled.model.warnings, *source.notes, *settled.notes),
+        notes=(*settled.model.warnings, *source.notes, *settled.notes, *told),
         load=report,
     )
 
@@ -251,6 +254,7 @@ def _worker(
     source: TensorSource,
     ranks_here: int,
     instruments: Instruments,
+    tell: Callable[[str], None],
 ) -> Worker:
     config, model, plan = settled.config, settled.model, settled.plan
     log = seat.kv_log
@@ -266,7 +270,10 @@ def _worker(
     switch = Switch()
     device_time = device_time_of(settled.device, model.moe_layers)
     carried = switch.carry(device_time.carry(transport))
-    decoder = build_decoder(settled, weights, carried, through=switch.through, timer=timer)
+    settled, back_end = with_back_ends(settled, transport, lanes, ranks_here=ranks_here)
+    decoder = build_decoder(
+        settled, weights, carried, through=switch.through, timer=timer, back_end=back_end, tell=tell
+    )
     instruments.prepare(decoder.cache)
     table = RequestTable(
         config.scheduler.max_num_seqs, max_model_len, page_size=config.cache.block_size, device=settled.device
@@ -341,8 +348,11 @@ def build_decoder(
     *,
     through: Through = as_they_are,
     timer: NoParts = NO_PARTS,
+    back_end: OpenBackEnd | None = None,
+    tell: Callable[[str], object] = str,
 ) -> Decoder:
-    """One rank's model, its cache allocated."""
+    """One rank's model, its cache allocated. back_end: as for an `Exchange`. `tell` hears how the exchange was chosen
+    where ranks try several."""
     config, model, plan = settled.config, settled.model, settled.plan
     cache = LatentCache(model.num_layers, plan.num_pages, config.cache.block_size, settled.cache_row, settled.device)
     exchange, tables, rank = None, {}, transport.rank
@@ -352,19 +362,8 @@ def build_decoder(
             layer: placement.table(settled.device, rank=rank, node_size=settled.topology.node_size, width=width)
             for layer, placement in settled.placements.items()
         }
-        exchange = timed_exchange(
-            transport,
-            timer,
-            num_slots=plan.slots_per_rank * config.ranks,
-            hidden=model.hidden_size,
-            top_k=model.moe.top_k,
-            dtype=settled.dtype,
-            device=settled.device,
-            config=config.exchange,
-            num_tracks=config.overlap.most_tracks,
-            topology=settled.topology,
-            plan=settled.capacities,
-            ops=through("exchange", exchange_ops(config.ops)),
+        exchange = build_exchange(
+            settled, transport, timer, ops=through("exchange", exchange_ops(config.ops)), back_end=back_end, tell=tell
         )
     return Decoder(
         model,

@@ -29,7 +29,7 @@ def why_eager(config: EngineConfig, model: ModelConfig, device: torch.device, *,
         return "--enforce-eager"
     if config.ops != "triton":
         return f"ops are {config.ops}, which ask the host"
-    if model.moe is not None and config.exchange.exchange != "bounded":
+    if model.moe is not None and config.exchange.exchange == "exact":
         return f"the exchange is {config.exchange.exchange}, which asks the host"
     if ranks_here > 1:
         return f"{ranks_here} ranks are threads of one process, which take turns inside a step"
@@ -77,7 +77,7 @@ def graph_numbers(
     pieces = [key.tokens for key in keys if not key.whole]
     return GraphNumbers(
         most_tokens=0 if most is None else most.tokens * most.tracks,
-        most_landing=0 if most is None or blueprint is None else _landing(blueprint, most),
+        most_landing=_landing(blueprint, most) if most and blueprint and blueprint.config.exchange == "bounded" else 0,
         whole_tokens=max([key.tokens * key.tracks for key in keys if key.whole], default=0),
         all_tokens=sum(key.tokens * key.tracks for key in keys),
         num_programs=len(keys),
@@ -86,6 +86,6 @@ def graph_numbers(
 
 
 def _landing(blueprint: Blueprint, key: GraphKey) -> int:
-    """Places of all blocks that land in a round of every track."""
+    """Places of all blocks that land in a round of every track; a back end has room of its own for them."""
     hop, bucket = blueprint.places[-1], min(key.tokens, blueprint.config.round_tokens)
     return key.tracks * hop.shape.num_members * (1 + hop.dispatch(bucket, 0))

@@ -14,10 +14,11 @@ import torch
 
 from attention_mla import CacheFormat
 from attention_mla.latent_rows import GROUP
-from ep import Topology, choose
+from ep import ExchangeConfig, Topology, choose
+from ep.back_ends import installed, refusal
 from ep.blueprint import Blueprint
 from ep.capacity import CapacityPlan, describe
-from moe import ExpertPlacement, spread
+from moe import ExpertPlacement
 
 from ..costs.roofline import CostShape
 from ..loop.rebalance import start_placements
@@ -28,7 +29,8 @@ from ..weights.memory import MemoryNumbers, MemoryPlan, plan_memory
 from .capacities import read_capacities
 from .config import DTYPES, EngineConfig
 from .devices import check_sms, find_device, own_bytes
-from .exchange_choice import choose_exchange
+from .exchange_choice import choose_exchange, to_try
+from .exchange_sizes import blueprint_of, exchange_bytes, most_at_once
 from .graph_plan import graph_numbers
 from .kernel_choice import OpsName, choose_ops
 
@@ -52,6 +54,8 @@ class Settled:
     """Of a bounded exchange; None: what level routing needs."""
     exchange_why: str = ""
     """How the exchange is built, and why; empty where there is none."""
+    exchange_tries: tuple[ExchangeConfig, ...] = ()
+    """Ways of exchange that ranks compare when they start, where each is a process; the first is the config's own."""
 
     @property
     def capacity_lines(self) -> list[str]:
@@ -124,15 +128,24 @@ def settle(config: EngineConfig, *, local_size: int | None = None, ranks_here: i
     config = replace(
         config, ops=settle_ops(config, model, device=device), cache=replace(config.cache, kv_cache_dtype=cache_dtype)
     )
-    config, why = settle_exchange(config, model, local_size=local_size, on_gpu=device.type == "cuda")
+    refused = refusal(config.exchange.exchange, device)
+    if refused is not None:
+        raise ValueError(refused)
+    asked, on_gpu = config.exchange, device.type == "cuda"
+    config, why = settle_exchange(config, model, local_size=local_size, on_gpu=on_gpu)
+    tries = ()
+    if on_gpu and model.moe is not None and config.ranks > 1:
+        tries = to_try(asked, config.exchange, installed=installed())
     capacities = settle_capacities(config, model, placements)
     numbers = memory_numbers(
         config,
         model,
         device_bytes=own_bytes(device, config.ranks, ranks_here=ranks_here),
-        on_gpu=device.type == "cuda",
+        on_gpu=on_gpu,
         capacities=capacities,
     )
+    tried = [_exchange_bytes(replace(config, exchange=each), model, None) for each in tries[1:]]
+    numbers = replace(numbers, exchange_buffer_bytes=most_at_once(numbers.exchange_buffer_bytes, tried, tries[1:]))
     plan = plan_memory(model, numbers)
     plan.check_fits()
     return Settled(
@@ -145,6 +158,7 @@ def settle(config: EngineConfig, *, local_size: int | None = None, ranks_here: i
         topology=topology_of(config),
         capacities=capacities,
         exchange_why=why if model.moe is not None and config.ranks > 1 else "",
+        exchange_tries=tries,
     )
 
 
@@ -252,7 +266,8 @@ def memory_numbers(
     cache, scheduler, dtype = config.cache, config.scheduler, run_dtype(config, model)
     device = torch.device("cuda" if on_gpu else "cpu")
     ops = settle_ops(config, model, device=device)
-    settled, blueprint = replace(config, ops=ops), _blueprint(config, model, dtype, capacities)
+    settled = replace(config, ops=ops)
+    blueprint = blueprint_of(config, model, dtype=dtype, topology=topology_of(config), capacities=capacities)
     return MemoryNumbers(
         ranks=config.ranks,
         dtype_bytes=dtype.itemsize,
@@ -265,7 +280,7 @@ def memory_numbers(
         keep_shared_fp8=ops == "triton",
         fp8_cache=cache_row(config, model).fp8,
         packs=ops == "onednn",
-        exchange_buffer_bytes=0 if blueprint is None else config.overlap.most_tracks * blueprint.num_bytes,
+        exchange_buffer_bytes=_exchange_bytes(config, model, capacities),
         graphs=graph_numbers(settled, model, blueprint, device=device, dtype=dtype),
         redundant_experts=config.eplb.num_redundant_experts,
         migration_limit=config.eplb.eplb_bytes_per_step if config.eplb.enable_eplb else 0,
@@ -276,18 +291,7 @@ def memory_numbers(
     )
 
 
-def _blueprint(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, capacities: CapacityPlan | None
-) -> Blueprint | None:
-    """Of a settled config's exchange; None without experts."""
-    if model.moe is None:
-        return None
-    return Blueprint(
-        topology=topology_of(config),
-        num_slots=spread(model.moe.num_experts, config.ranks, config.eplb.num_redundant_experts).num_slots,
-        hidden=model.hidden_size,
-        top_k=model.moe.top_k,
-        dtype=dtype,
-        config=config.exchange,
-        plan=capacities,
+def _exchange_bytes(config: EngineConfig, model: ModelConfig, capacities: CapacityPlan | None) -> int:
+    return exchange_bytes(
+        config, model, dtype=run_dtype(config, model), topology=topology_of(config), capacities=capacities
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from dataclasses import replace
 from functools import partial
 
@@ -10,9 +12,19 @@ import torch
 from torch import Tensor
 
 from ep import Pending, ThreadGroup, run_ranks
+from ep.config import BACK_ENDS
 from ep.rows import HEADER_WORDS
-from runtime.bench.group_checks import Bench, exchange_configs, group_checks, name_of, token_check
+from runtime.bench import group_checks as group_checks_module
+from runtime.bench.group_checks import (
+    Bench,
+    back_end_checks,
+    exchange_configs,
+    group_checks,
+    name_of,
+    token_check,
+)
 from runtime.failure.checkup import Finding, Outcome, look
+from tests.ep.pretend_nccl_ep import World
 from tests.runtime.pretend_graphs import PretendGraphs
 
 pytestmark = pytest.mark.timeout(120)
@@ -70,9 +82,34 @@ def test_a_sound_group_passes_in_every_mode():
         assert [each.words for each in findings if each.outcome is Outcome.FAILED] == []
         modes = [each for each in findings if each.name.startswith("exchange") and each.outcome is Outcome.OK]
         assert len(modes) == 16
-        captured = [each for each in findings if each.outcome is Outcome.NOT_CHECKED]
-        assert len(captured) == 8
-        assert captured[0].words == "a cpu has no graphs"
+        left_out = [each for each in findings if each.outcome is Outcome.NOT_CHECKED]
+        assert [each.words for each in left_out[:8]] == ["a cpu has no graphs"] * 8
+        assert [each.name for each in left_out[8:]] == [
+            *(f"exchange, {mode}{how}" for mode in BACK_ENDS for how in ("", ", captured")),
+            "exchange, the fastest",
+        ]
+        assert all("which carries rows between GPUs, but device is cpu" in each.words for each in left_out[8:12])
+
+
+def test_a_back_end_is_put_through_the_self_test_where_all_ranks_have_it(monkeypatch):
+    """Over a library that pretends; a rank that lacks it keeps all from trying, or they would wait for it."""
+    world = World()
+    for name, module in world.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+    def look_at(transport, lacking: int | None) -> list[Finding]:
+        world.transports[transport.rank] = transport
+        lack = {"symmetric": "no heap"} | ({"nccl_ep": "no package"} if transport.rank == lacking else {})
+        monkeypatch.setattr(threading.current_thread(), "lack", lack, raising=False)
+        return [look(check) for check in back_end_checks(bench(transport))][:2]
+
+    monkeypatch.setattr(group_checks_module, "refusal", lambda mode, _: threading.current_thread().lack.get(mode))
+    for found in run_ranks(2, lambda transport: look_at(transport, None), timeout_s=60):
+        assert (found[0].outcome, found[0].words) == (Outcome.OK, "every pattern arrived and came back")
+        assert (found[1].outcome, found[1].words) == (Outcome.NOT_CHECKED, "a cpu has no graphs")
+    assert world.alive == []
+    found = run_ranks(2, lambda transport: look_at(transport, 1), timeout_s=60)
+    assert [each[0].words for each in found] == ["rank 1 lacks it", "no package"]
 
 
 @pytest.mark.parametrize("kind", ["DISPATCH", "COMBINE", "CHECK"])
