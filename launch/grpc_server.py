@@ -66,9 +66,9 @@ class Server:
         self._service = EngineService(client, config, metrics=self._metrics, wellbeing=self._wellbeing, log=log)
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  # set at import
         self._http = HttpPort(pages(self._wellbeing, self._metrics))
-        interceptors: list[grpc.aio.ServerInterceptor] = [MessageGuard(SERVICE)]
+        interceptors: list[grpc.aio.ServerInterceptor] = []
         if config.token_file is not None:
-            interceptors.insert(0, TokenGuard(read_token(config.token_file)))
+            interceptors.append(TokenGuard(read_token(config.token_file)))
         self._grpc = grpc.aio.server(interceptors=interceptors, options=server_options(config))
         self._tasks: list[asyncio.Task[None]] = []
         self._gateway: Gateway | None = None
@@ -78,7 +78,7 @@ class Server:
     async def listen(self) -> None:
         """Open both ports. Raises OSError with the port that cannot be had."""
         self.http_port = await self._http.open(self._config.host, self._config.http_port_or_next)
-        pb_grpc.add_VllmEngineServicer_to_server(self._service, self._grpc)
+        pb_grpc.add_VllmEngineServicer_to_server(self._service, MessageGuard(self._grpc))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
         self.port = self._bind()

@@ -5,7 +5,6 @@ Knows names and shapes of the tables; does not know how a step is put together f
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from .curves import Curve, Grid
 from .roofline import CostShape
+from .toml_file import read_toml
 
 _NUMBERS = (
     "moe_layers", "dense_layers", "experts", "top_k", "node_size", "glue_us", "head_us", "host_us",
@@ -75,10 +75,7 @@ class CostTables:
 def read_cost_tables(path: Path | str) -> CostTables:
     """Read a file such as profiles/hardware/h200.toml. ValueError when it has no tables, or names what is wrong."""
     path = Path(path)
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from error
+    data = read_toml(path)
     if "costs" not in data:
         raise ValueError(f"{path} has no [costs]: nothing was measured on this device; use its peaks (the roofline)")
     try:
