@@ -79,12 +79,9 @@ class FrontLink:
 
     def _read(self) -> None:
         for _ in range(AT_ONCE):
-            if self._socket.closed:
+            if self._socket.closed or not has_message(self._socket):
                 return
-            try:
-                identity, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+            identity, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
             self._take(identity, parts)
         self._loop.call_soon(self._read)
 

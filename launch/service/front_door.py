@@ -19,7 +19,7 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -34,7 +34,6 @@ from ..front.front_client import GroupClient, Refused
 from ..front.front_group import FrontGroup
 from ..front.front_link import FrontLink, RanksOutOfReach
 from ..groups.spawn import interrupts_blocked, start_process, this_program
-from .event_loop import FrontLoop
 from .front_papers import Address, Papers, read, write
 from .front_start import DESCRIPTOR, DONE, ENDING_S, FAILED, INTERRUPTED
 from .serve_config import ServeConfig
@@ -60,7 +59,7 @@ def run(arguments: Sequence[str], serve: Serve) -> int:
     if arguments[0] == "--lifeline":
         with socket.socket(fileno=int(arguments[1])) as lifeline:
             papers = read(lifeline, Papers)
-            return FAILED if papers is None else _run(FrontDoor(papers, lifeline).live(serve))
+            return FAILED if papers is None else asyncio.run(FrontDoor(papers, lifeline).live(serve))
     mine, theirs = socket.socketpair()
     with mine:
         process, papers = None, None
@@ -71,7 +70,7 @@ def run(arguments: Sequence[str], serve: Serve) -> int:
                 papers = read(mine, Papers)
                 if papers is None:
                     return _code(process.wait(ENDING_S))
-                code = _run(FrontDoor(papers, mine).live(serve))
+                code = asyncio.run(FrontDoor(papers, mine).live(serve))
         except _Told:
             say("told to end before it served")
             code, papers = DONE, None
@@ -82,11 +81,6 @@ def run(arguments: Sequence[str], serve: Serve) -> int:
             mine.close()
             ended = _end(process, grace_s=ENDING_S if papers is not None else UNSERVED_S) if process else DONE
     return code or (FAILED if ended and papers is not None else DONE)
-
-
-def _run(life: Coroutine[None, None, int]) -> int:
-    with asyncio.Runner(loop_factory=FrontLoop) as runner:
-        return runner.run(life)
 
 
 def say(line: str) -> None:
