@@ -12,7 +12,6 @@ import gc
 import random
 import time
 import tracemalloc
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -208,9 +207,7 @@ def test_storms_of_two_thousand_aborts_leave_memory_as_it_was(model: Path):
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_a_storm_of_two_thousand_aborts_leaves_the_group_as_fast_as_it_was(
-    model: Path, record_property: Callable[[str, object], None]
-):
+def test_a_storm_of_two_thousand_aborts_leaves_the_group_as_fast_as_it_was(model: Path):
     """Tokens a processor second of ranks and front door, which share this process: best of five times 200 requests."""
 
     async def run() -> tuple[float, float]:
@@ -223,8 +220,7 @@ def test_a_storm_of_two_thousand_aborts_leaves_the_group_as_fast_as_it_was(
         return max(before), max(after)
 
     before, after = asyncio.run(run())
-    record_property("tokens_a_cpu_second", f"{before:.0f} before, {after:.0f} after")
-    assert after > 0.95 * before
+    assert after > 0.95 * before, f"{before:.0f} tokens a processor second before, {after:.0f} after"
 
 
 async def quiet_requests(group: FrontGroup, count: int, name: str) -> float:
