@@ -11,12 +11,12 @@ settings, not what they mean.
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from runtime.model.toml_file import read_toml
 from runtime.settings.config import EngineConfig
 
 from ..groups.place import GroupFlags
@@ -61,10 +61,7 @@ def expand_profile(words: Sequence[str], flags: type[Any]) -> tuple[list[str], O
 
 def read_profile(path: Path) -> dict[str, Any]:
     """The settings of a file. ValueError names the file, the setting, and one that may have been meant."""
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from error
+    data = read_toml(path)
     strangers = [name for name in data if name not in PARTS]
     if strangers or not isinstance(data.get("settings"), dict):
         wrong = f"{strangers[0]} is unknown" if strangers else "settings is missing"

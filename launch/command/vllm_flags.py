@@ -5,10 +5,11 @@ Data and small functions; `plan_vllm` reads a command line and puts it together.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+from runtime.model.json_file import parse_json
 
 Settings = dict[str, str | int | float | bool]
 """Names of settings here, and their values."""
@@ -77,7 +78,7 @@ def _eplb(text: str) -> Settings:
     """--eplb-config as JSON."""
     names = {"num_redundant_experts": "num_redundant_experts", "window_size": "eplb_window"}
     names["step_interval"] = "eplb_interval"
-    said = json.loads(text)
+    said = parse_json(text.encode())
     if not isinstance(said, dict):
         raise ValueError(f"{text!r} is no JSON object")
     return {names[name]: value for name, value in said.items() if name in names}

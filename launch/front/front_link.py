@@ -58,8 +58,10 @@ class FrontLink:
 
     def send(self, rank: int, letter: ToRank | WireToRank) -> None:
         """For the protocol see `RankLink`."""
+        message = pack(letter)  # before its head is sent: what cannot be packed must not leave half a message
         try:
-            self._socket.send_multipart([identity_of(rank), pack(letter)], zmq.NOBLOCK, copy=False)
+            self._socket.send(identity_of(rank), zmq.NOBLOCK | zmq.SNDMORE)
+            self._socket.send(message, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             raise RanksOutOfReach(f"rank {rank} is out of reach: {error}") from error
         self._look_again()
@@ -77,12 +79,9 @@ class FrontLink:
 
     def _read(self) -> None:
         for _ in range(AT_ONCE):
-            if self._socket.closed:
+            if self._socket.closed or not has_message(self._socket):
                 return
-            try:
-                identity, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+            identity, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
             self._take(identity, parts)
         self._loop.call_soon(self._read)
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
+from runtime.model.json_file import parse_json
 from runtime.settings.config import EngineConfig
 
 from ..command.config_profile import setting_words
@@ -237,7 +238,7 @@ def _dotted_eplb(name: str, text: str) -> Settings:
     means = RULES["eplb-config"].means
     assert means is not None
     part = name.split(".", 1)[1].replace("-", "_")
-    return means(json.dumps({part: json.loads(text)}))
+    return means(json.dumps({part: parse_json(text.encode())}))
 
 
 def _takes(rule: Rule, taken: int) -> bool:

@@ -62,26 +62,25 @@ def run(arguments: Sequence[str], serve: Serve) -> int:
             return FAILED if papers is None else asyncio.run(FrontDoor(papers, lifeline).live(serve))
     mine, theirs = socket.socketpair()
     with mine:
-        with theirs:
-            process = _start_rank0(arguments, theirs)
-        papers = None
+        process, papers = None, None
         try:
-            with _told_by_term():
+            with _told_by_term() as term:
+                with theirs, term.held():
+                    process = _start_rank0(arguments, theirs)
                 papers = read(mine, Papers)
                 if papers is None:
                     return _code(process.wait(ENDING_S))
                 code = asyncio.run(FrontDoor(papers, mine).live(serve))
         except _Told:
             say("told to end before it served")
-            _end(process, grace_s=UNSERVED_S)
-            return DONE
+            code, papers = DONE, None
         except KeyboardInterrupt:
             say("interrupted")
             code = INTERRUPTED
         finally:
             mine.close()
-            ended = _end(process, grace_s=ENDING_S if papers is not None else UNSERVED_S)
-    return code or (FAILED if ended else DONE)
+            ended = _end(process, grace_s=ENDING_S if papers is not None else UNSERVED_S) if process else DONE
+    return code or (FAILED if ended and papers is not None else DONE)
 
 
 def say(line: str) -> None:
@@ -94,16 +93,36 @@ class _Told(KeyboardInterrupt):
     """SIGTERM, before there is a service that takes it. An interrupt, for asyncio lets only those through."""
 
 
+class _Term:
+    """What SIGTERM does before there is a service that takes it."""
+
+    def __init__(self) -> None:
+        self._holds = self._came = False
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002  # a signal handler's
+        self._came = True
+        if not self._holds:
+            raise _Told
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A signal that comes in here counts at the end: a process that is being started is not lost sight of."""
+        self._holds = True
+        try:
+            yield
+        finally:
+            self._holds = False
+        if self._came:
+            raise _Told
+
+
 @contextmanager
-def _told_by_term() -> Iterator[None]:
+def _told_by_term() -> Iterator[_Term]:
     """SIGTERM raises _Told in here, until a service takes it over."""
-
-    def on_signal(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  # a signal handler's
-        raise _Told
-
-    before = signal.signal(signal.SIGTERM, on_signal)
+    term = _Term()
+    before = signal.signal(signal.SIGTERM, term.on_signal)
     try:
-        yield
+        yield term
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,21 +67,36 @@ Handler = Any  # grpc.RpcMethodHandler, which is generic for type checkers only;
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 
 
-class MessageGuard(grpc.aio.ServerInterceptor):
-    """Methods of `service` get None for bytes that are no message, and can say so. Left to itself, gRPC would write a
-    traceback into the log for each: a client could fill it."""
+class MessageGuard:
+    """Where a service is added to a server whose methods shall get None for bytes that are no message, and say so.
+    Left to itself, gRPC would write a traceback into the log for each: a client could fill it. No interceptor, which
+    costs every call a walk through the event loop."""
 
-    def __init__(self, service: str) -> None:
-        self._prefix = f"/{service}/"
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
 
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler:
-        """See grpc.aio.ServerInterceptor."""
-        handler: Any = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(self._prefix):
-            return handler
-        return handler._replace(request_deserializer=_or_none(handler.request_deserializer))
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """See grpc.aio.Server."""
+        self._server.add_generic_rpc_handlers(tuple([_Guarded(handler) for handler in handlers]))
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Handler]) -> None:
+        """See grpc.aio.Server, which looks at generic handlers only."""
+
+
+class _Guarded(grpc.GenericRpcHandler):
+    def __init__(self, handler: grpc.GenericRpcHandler) -> None:
+        self._handler = handler
+        self._found: dict[str, Handler] = {}
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler:
+        """See grpc.GenericRpcHandler."""
+        method = handler_call_details.method
+        if method not in self._found:
+            handler: Any = self._handler.service(handler_call_details)
+            if handler is None:  # not kept: strangers' names have no end
+                return None
+            self._found[method] = handler._replace(request_deserializer=_or_none(handler.request_deserializer))
+        return self._found[method]
 
 
 def _or_none(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from typing import Any
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -34,6 +34,8 @@ WATCH_S = 0.25
 LAST_WORDS_S = 2.0
 """After the group has failed: so long its culprit is still told to whoever asks."""
 ABORT_GRACE_S = 2.0
+
+T = TypeVar("T")
 
 
 class GroupFailed(Exception):
@@ -66,9 +68,9 @@ class Server:
         self._service = EngineService(client, config, metrics=self._metrics, wellbeing=self._wellbeing, log=log)
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  # set at import
         self._http = HttpPort(pages(self._wellbeing, self._metrics))
-        interceptors: list[grpc.aio.ServerInterceptor] = [MessageGuard(SERVICE)]
+        interceptors: list[grpc.aio.ServerInterceptor] = []
         if config.token_file is not None:
-            interceptors.insert(0, TokenGuard(read_token(config.token_file)))
+            interceptors.append(TokenGuard(read_token(config.token_file)))
         self._grpc = grpc.aio.server(interceptors=interceptors, options=server_options(config))
         self._tasks: list[asyncio.Task[None]] = []
         self._gateway: Gateway | None = None
@@ -78,7 +80,7 @@ class Server:
     async def listen(self) -> None:
         """Open both ports. Raises OSError with the port that cannot be had."""
         self.http_port = await self._http.open(self._config.host, self._config.http_port_or_next)
-        pb_grpc.add_VllmEngineServicer_to_server(self._service, self._grpc)
+        pb_grpc.add_VllmEngineServicer_to_server(self._service, MessageGuard(self._grpc))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
         self.port = self._bind()
@@ -134,11 +136,14 @@ class Server:
         if self._gateway is not None:
             self._gateway.check()
 
-    async def drain(self) -> None:
-        """Let nothing new in, and what runs come to its end, as long as --drain-timeout-s allows."""
+    async def drain(self, hurry: asyncio.Event) -> None:
+        """Let nothing new in, and what runs come to its end, as long as --drain-timeout-s allows and nobody hurries."""
         self._log.say("draining", running=len(self._service.calls))
         await self._tell_health(serving=False)
-        done = await self._client.drain(self._config.drain_timeout_s)
+        draining = self._client.drain(self._config.drain_timeout_s)
+        done = await _unless_set(draining, hurry)
+        if done is None:
+            done = await self._client.drain(0.0)
         self._log.say("drained" if done else "aborted what was left", level="info" if done else "warning")
 
     async def last_words(self, error: GroupFailed) -> None:
@@ -173,32 +178,35 @@ class Server:
 async def serve_grpc(
     client: GroupClient, config: ServeConfig, *, log: Log | None = None, stop: asyncio.Event | None = None
 ) -> None:
-    """Serve until SIGTERM or SIGINT (or `stop`), then drain. Raises GroupFailed, GatewayLost, OSError for a port,
-    ValueError for a file of the configuration."""
+    """Serve until SIGTERM or SIGINT (or `stop`), then drain; a second signal aborts what still runs.
+
+    Raises GroupFailed, GatewayLost, OSError for a port, ValueError for a file of the configuration.
+    """
     server = Server(client, config, log or Log(config.log_format))
-    with _stop_signals(stop or asyncio.Event()) as stop:
+    stop, hurry = stop or asyncio.Event(), asyncio.Event()
+    with _signals_set(stop, hurry):
         async with AsyncExitStack() as stack:
             stack.push_async_callback(server.close)
             await server.listen()
             try:
-                info = await _unless_stopped(client.info(), stop)
+                info = await _unless_set(client.info(), stop)
                 if info is not None:
                     await server.begin(info)
                     await server.serve(stop)
-                    await server.drain()
+                    await server.drain(hurry)
             except GroupFailed as error:
                 await server.last_words(error)
                 raise
             except GatewayLost:  # the ranks are well: what others have asked for comes to its end
-                await server.drain()
+                await server.drain(hurry)
                 raise
 
 
-async def _unless_stopped(waiting: Any, stop: asyncio.Event) -> GroupInfo | None:
-    """What is waited for; None when `stop` comes first."""
-    wanted, stopped = asyncio.ensure_future(waiting), asyncio.create_task(stop.wait())
-    await asyncio.wait([wanted, stopped], return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
+async def _unless_set(waiting: Awaitable[T], event: asyncio.Event) -> T | None:
+    """What is waited for; None when `event` comes first."""
+    wanted, first = asyncio.ensure_future(waiting), asyncio.create_task(event.wait())
+    await asyncio.wait([wanted, first], return_when=asyncio.FIRST_COMPLETED)
+    first.cancel()
     if wanted.done():
         return wanted.result()
     wanted.cancel()
@@ -206,20 +214,22 @@ async def _unless_stopped(waiting: Any, stop: asyncio.Event) -> GroupInfo | None
 
 
 @contextmanager
-def _stop_signals(stop: asyncio.Event) -> Iterator[asyncio.Event]:
-    """SIGTERM and SIGINT set `stop`; a second one does what it did before."""
+def _signals_set(*events: asyncio.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT set one event after the other; one more than there are events does what it did before."""
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGTERM, signal.SIGINT)
+    left = list(events)
 
     def on_signal() -> None:
-        stop.set()
-        for number in numbers:
-            loop.remove_signal_handler(number)
+        left.pop(0).set()
+        if not left:
+            for number in numbers:
+                loop.remove_signal_handler(number)
 
     for number in numbers:
         loop.add_signal_handler(number, on_signal)
     try:
-        yield stop
+        yield
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)

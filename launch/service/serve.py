@@ -32,7 +32,7 @@ Examples:
   serried serve MODEL_FOLDER --ranks 8 --openai
   torchrun --standalone --nproc-per-node 4 -m launch serve MODEL_FOLDER
 
-SIGTERM or Ctrl-C lets nothing new in, and ends when what runs has ended.
+SIGTERM or Ctrl-C lets nothing new in, and ends when what runs has ended; a second one aborts what runs.
 """
 
 

@@ -5,12 +5,12 @@ Knows names and shapes of the tables; does not know how a step is put together f
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..model.toml_file import read_toml
 from .curves import Curve, Grid
 from .roofline import CostShape
 
@@ -75,10 +75,7 @@ class CostTables:
 def read_cost_tables(path: Path | str) -> CostTables:
     """Read a file such as profiles/hardware/h200.toml. ValueError when it has no tables, or names what is wrong."""
     path = Path(path)
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from error
+    data = read_toml(path)
     if "costs" not in data:
         raise ValueError(f"{path} has no [costs]: nothing was measured on this device; use its peaks (the roofline)")
     try:

@@ -13,13 +13,13 @@ ranks that share cores or memory take longer.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from ..model.toml_file import read_toml
 from .costs import StepFrame
 from .curves import Curve
 from .roofline import CostShape, RooflineOperations
@@ -155,7 +155,7 @@ def read_rates(path: Path | str) -> Rates | None:
     Raises ValueError for a part that is unknown, missing or no table.
     """
     path = Path(path)
-    rates = tomllib.loads(path.read_text(encoding="utf-8")).get("rates")
+    rates = read_toml(path).get("rates")
     if rates is None:
         return None
     try:

@@ -23,6 +23,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from ..model.json_file import parse_json
 from .board import Board, Stamp, State
 from .verdict import Phase, Reason, Verdict, place_words
 
@@ -133,7 +134,7 @@ def say(line: str) -> None:
 def read_flight(path: Path) -> FlightRecord:
     """The record in a file. Raises ValueError naming the file when it is not one, OSError when it cannot be read."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = parse_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: is not a flight record, for it is not JSON: {error}") from error
     if not isinstance(found, dict) or "format" not in found:

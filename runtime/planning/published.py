@@ -10,7 +10,6 @@ schedulers, stragglers and gaps as well. Knows no files of devices and models: t
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,6 +19,7 @@ from ..costs.costs import StepCosts, StepShape
 from ..costs.device_costs import DeviceCosts, Group
 from ..costs.loads import level_imbalance
 from ..costs.roofline import CostShape
+from ..model.toml_file import read_toml
 
 LOADS = ("balanced", "moved")
 Known = Callable[["Deployment"], tuple[DeviceCosts, CostShape]]
@@ -66,7 +66,7 @@ class Held:
 
 def read_published(path: Path) -> tuple[tuple[Deployment, ...], float]:
     """The deployments and how near they should lie. ValueError names the file and what is wrong in it."""
-    data = tomllib.loads(path.read_text(encoding="utf-8"))
+    data = read_toml(path)
     try:
         return tuple([_deployment(each) for each in data["deployment"]]), float(data["within"])
     except (KeyError, TypeError, ValueError) as error:

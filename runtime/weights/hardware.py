@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+
+from ..model.toml_file import read_toml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ ELSEWHERE = ("costs", "costs_like", "rates")
 def read_hardware(path: Path | str) -> Hardware:
     """Read a file such as profiles/hardware/h200.toml. ValueError names a missing, unknown or negative field."""
     path = Path(path)
-    data = _read(path)
+    data = read_toml(path)
     for name in ELSEWHERE:
         data.pop(name, None)
     names = [field.name for field in fields(Hardware)]
@@ -50,7 +50,7 @@ def read_hardware(path: Path | str) -> Hardware:
 
 def costs_like(path: Path | str) -> str | None:
     """The device whose measured tables stand for this one's, scaled; None where the file names none."""
-    name = _read(Path(path)).get("costs_like")
+    name = read_toml(Path(path)).get("costs_like")
     if name is not None and not (isinstance(name, str) and name.replace("-", "").isalnum()):
         raise ValueError(f"{path}: costs_like is {name!r}; it must be a name in the same folder, e.g. h200")
     return name
@@ -58,11 +58,4 @@ def costs_like(path: Path | str) -> str | None:
 
 def has_costs(path: Path | str) -> bool:
     """Whether the file has measured tables."""
-    return "costs" in _read(Path(path))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from error
+    return "costs" in read_toml(Path(path))

@@ -46,6 +46,8 @@ class ThreadLink:
         self._fail_at = fail_at
         self._heard = 0
         self._waves = 0
+        self.num_cut = 0
+        """Waves that ended while somebody had something left to do: what only a pause does."""
         self._thread: threading.Thread | None = None
 
     def start(self, hear: Hear, lose: Callable[[str], None]) -> None:
@@ -75,6 +77,7 @@ class ThreadLink:
     def _wave(self) -> None:
         for rank, news in self.ranks.wave():
             self._tell(rank, NewsLetter((news,)) if isinstance(news, News) else NoteLetter(news))
+        self.num_cut += any(worker.scheduler.num_unfinished for worker in self.ranks.workers)
         for stats in self.ranks.stats():
             self._tell(stats.rank, WaveEndLetter(stats))
 

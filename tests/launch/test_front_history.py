@@ -22,6 +22,7 @@ from launch.front.front_config import FrontConfig
 from launch.front.front_group import FrontGroup
 from launch.front.front_stream import OpenStream
 from runtime import Engine, SamplingParams
+from runtime.ranks.letters import WishLetter
 from tests.launch.front_rig import ThreadLink, group_on, small_model
 from tests.runtime.mixes import Settings, engine_config
 
@@ -92,15 +93,29 @@ async def ask(group: FrontGroup, rng: random.Random, name: str, lives: list[Life
     await reading
 
 
+async def pause_now_and_then(link: ThreadLink, rng: random.Random) -> None:
+    """Some rank wishes for a pause, and takes that back; until cancelled."""
+    while True:
+        await asyncio.sleep(rng.random() * 0.05)
+        rank = rng.randrange(SETTINGS.ranks)
+        try:
+            link.send(rank, WishLetter(pause=True, drain=False))
+            await asyncio.sleep(rng.random() * 0.05)
+        finally:
+            link.send(rank, WishLetter(pause=False, drain=False))
+
+
 async def live(link: ThreadLink, rng: random.Random, requests: int) -> tuple[FrontGroup, list[Life]]:
     limits = FrontConfig(max_queued_tokens=300, max_cache_demand=3.0, stream_interval=rng.choice([1, 1, 3]))
     group = group_on(link, limits=limits)
     lives: list[Life] = []
     clients = []
+    pausing = asyncio.ensure_future(pause_now_and_then(link, rng))
     for number in range(requests):
         clients.append(asyncio.ensure_future(ask(group, rng, f"r{number}", lives)))
         await asyncio.sleep(rng.random() * 0.004)
     await asyncio.gather(*clients)
+    pausing.cancel()
     until = time.monotonic() + 20.0
     while group._house is not None and not (group._house.is_empty and not group._in_wave) and time.monotonic() < until:
         await asyncio.sleep(0.002)
@@ -130,11 +145,11 @@ def check(life: Life, truth: list[list[int]], *, failed: bool) -> None:
 
 
 def run_history(model: Path, truth: list[list[int]], seed: int, requests: int) -> set[str]:
-    """One life of a front door; returns how requests ended."""
+    """One life of a front door; returns how requests ended, and "paused" where a pause held some of them up."""
     rng = random.Random(seed)
     fail_at = rng.randint(10, 10 + requests) if seed % 4 == 3 else None
 
-    async def run() -> list[Life]:
+    async def run() -> tuple[list[Life], int]:
         link = ThreadLink(model, SETTINGS, fail_at=fail_at)
         group, lives = await live(link, rng, requests)
         failed = group.health().state == "failed"
@@ -149,16 +164,17 @@ def run_history(model: Path, truth: list[list[int]], seed: int, requests: int) -
                 assert worker.scheduler.num_unfinished == 0
         for life in lives:
             check(life, truth, failed=failed)
-        return lives
+        return lives, link.num_cut
 
-    return {str(chunk.finish_reason) for life in asyncio.run(run()) for chunk in life.chunks}
+    lives, num_cut = asyncio.run(run())
+    return {str(chunk.finish_reason) for life in lives for chunk in life.chunks} | ({"paused"} if num_cut else set())
 
 
 def test_random_lives_keep_their_promises(model: Path, truth: list[list[int]]):
     ends: set[str] = set()
     for seed in range(4):
         ends |= run_history(model, truth, seed, requests=24)
-    assert {"length", "abort", "error"} <= ends
+    assert {"length", "abort", "error", "paused"} <= ends
 
 
 def test_a_storm_of_aborts_leaves_nothing_behind(model: Path):

@@ -128,6 +128,8 @@ def test_warnings_and_misfits_are_those_of_plan(capsys):
         ("vllm serve m --max-num-seqs many", "--max-num-seqs: could not convert string to float: 'many'"),
         ("vllm serve m --max-num-seqs 0", "max_num_seqs is 0; it must be a whole number of at least 1"),
         ("vllm serve m --eplb-config [1]", "--eplb-config: '[1]' is no JSON object"),
+        (f"vllm serve m --eplb-config {'[' * 100_000}", "--eplb-config: it is nested too deeply"),
+        (f"vllm serve m --eplb-config.window_size {'[' * 100_000}", "eplb-config.window-size: it is nested too deeply"),
         ("vllm serve 'm", "No closing quotation"),
         ("vllm serve m --scheduling-policy lifo", "invalid choice 'lifo' for argument '--scheduling-policy'"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -44,3 +45,19 @@ def test_a_signal_while_ranks_start_ends_them_too_and_at_once(
     assert signal.getsignal(signal.SIGTERM) == before
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_signal_while_rank_0_is_being_started_loses_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It comes when the process is there and nobody has its name yet."""
+    started = []
+
+    def start(*words: object, **more: object) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return started[0]
+
+    monkeypatch.setattr(front_door, "start_process", start)
+    before = signal.getsignal(signal.SIGTERM)
+    assert front_door.run(["serve"], nothing) == 0
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert started[0].poll() is not None

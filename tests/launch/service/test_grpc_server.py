@@ -213,6 +213,30 @@ def test_sigterm_lets_what_runs_come_to_its_end(run, tiny):
     run(body())
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_aborts_what_still_runs(run, tiny, number):
+    async def body():
+        group, log = FakeGroup(tiny), io.StringIO()
+        serving = start(group, log, drain_timeout_s=700.0)
+        await ports_of(log)
+
+        async def drain(timeout_s: float) -> bool:
+            group.drained.append(timeout_s)
+            await asyncio.sleep(timeout_s)
+            return False
+
+        group.drain = drain  # type: ignore[method-assign]
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: group.drained)
+        assert not serving.done()
+        os.kill(os.getpid(), number)
+        await asyncio.wait_for(serving, 5.0)
+        assert group.drained == [700.0, 0.0]
+        assert "aborted what was left" in log.getvalue()
+
+    run(body())
+
+
 def test_it_can_be_stopped_before_the_ranks_are_ready(run, tiny):
     async def body():
         group, log = FakeGroup(tiny), io.StringIO()

@@ -230,7 +230,7 @@ def test_the_usual_health_service_and_reflection_are_there(on):
 
 def test_while_it_drains_it_says_so(on):
     async def body(one: Served):
-        await one.server.drain()
+        await one.server.drain(asyncio.Event())
         assert one.group.drained == [60.0]
         health = health_pb2_grpc.HealthStub(one.channel)
         said = await health.Check(health_pb2.HealthCheckRequest())

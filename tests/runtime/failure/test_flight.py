@@ -103,7 +103,8 @@ def test_runs_are_told_apart_by_a_name_that_does_not_tell_the_key():
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "{}", '{"format": 99}', '{"format": 2, "rank": "x"}', '{"format": 2}', "7"]
+    "content",
+    ["", "{", "[" * 100_000, "[]", "{}", '{"format": 99}', '{"format": 2, "rank": "x"}', '{"format": 2}', "7"],
 )
 def test_a_file_that_is_no_flight_record_is_named(tmp_path, content):
     path = tmp_path / "other.json"
