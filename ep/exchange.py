@@ -31,6 +31,7 @@ from .config import ExchangeConfig
 from .hops import FIRST, INSIDE, ExactHop, Hop, HopBuffers, Landed, PairRows, relay
 from .layout import LocalPairs, local_pairs
 from .ops import ExchangeOps, exchange_ops
+from .own import OwnHop
 from .rows import Codec, Fp8Codec, Rows, wide
 from .subgroup import ExchangeBytes, Meter, Subgroup
 from .sums import Sums
@@ -262,7 +263,7 @@ class Exchange:
         kinds = (FIRST, INSIDE)[: len(groups)]
         buffers = [HopBuffers(*sizes, self.device) for sizes in self._blueprint.buffer_bytes]
         parts = list(zip(groups, self._blueprint.specs, buffers, kinds, strict=True))
-        exact: list[Hop] = [ExactHop(*part, self._ops) for part in parts]
+        exact: list[Hop] = [OwnHop() if part[0].size == 1 else ExactHop(*part, self._ops) for part in parts]
         bounded: list[Hop] = [
             BoundedHop(*part, self._ops, capacities=places, overflow=self._overflow, faults=faults, clock=self._clock)
             for part, places, faults in zip(parts, self._blueprint.places, self._faults, strict=False)
