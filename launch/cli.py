@@ -23,9 +23,9 @@ from importlib.metadata import version
 from io import TextIOWrapper
 from typing import Any, NoReturn, TextIO, cast
 
-from .as_rank import Child, take_child
-from .front_start import comes_first, front_command
-from .house import home, house_fault, room_folders
+from .groups.as_rank import Child, take_child
+from .groups.house import home, house_fault, room_folders
+from .service.front_start import comes_first, front_command
 
 ABOUT = """\
 usage: serried COMMAND ...

@@ -9,7 +9,7 @@ from typing import Any
 
 from ep import SerriedError
 
-from . import (
+from .bench import (
     bench,
     bench_compile,
     bench_eplb,
@@ -21,25 +21,18 @@ from . import (
     bench_serve,
     bench_sweep,
     bench_throughput,
-    config_show,
-    doctor,
-    eplb,
-    generate,
-    plan,
-    plan_vllm,
-    serve,
-    shard,
-    simulate,
-    simulate_launch,
-    simulate_route,
-    top,
 )
-from .as_rank import Child
-from .config_profile import ABOUT as PROFILE_ABOUT
-from .config_profile import Origins, expand_profile, takes_profile
-from .group import Start
-from .parsing import parse_flags
-from .refusal import Refusal, refusals
+from .command import config_show, generate, shard
+from .command.config_profile import ABOUT as PROFILE_ABOUT
+from .command.config_profile import Origins, expand_profile, takes_profile
+from .command.parsing import parse_flags
+from .groups.as_rank import Child
+from .groups.group import Start
+from .groups.refusal import Refusal, refusals
+from .lab import eplb, simulate, simulate_launch, simulate_route
+from .observe import doctor, top
+from .plan import plan, plan_vllm
+from .service import serve
 
 FAILED, REFUSED = 1, 2
 

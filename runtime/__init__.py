@@ -1,14 +1,14 @@
 """The step loop of a rank, and the engine that runs N of them."""
 
-from .config import CacheConfig, EngineConfig
 from .engine import Engine
-from .memory import MemoryPlan
-from .model_config import ModelConfig, read_model_config
-from .outputs import RequestOutput, TokenEvent, TokenLogprob
-from .request import FinishReason, Request
-from .sampling_params import SamplingParams
-from .scheduler import SchedulerConfig
-from .telemetry import EngineStats, RankStats
+from .model.model_config import ModelConfig, read_model_config
+from .requests.outputs import RequestOutput, TokenEvent, TokenLogprob
+from .requests.request import FinishReason, Request
+from .requests.sampling_params import SamplingParams
+from .requests.telemetry import EngineStats, RankStats
+from .scheduling.scheduler import SchedulerConfig
+from .settings.config import CacheConfig, EngineConfig
+from .weights.memory import MemoryPlan
 
 __all__ = [
     "CacheConfig",

@@ -19,50 +19,50 @@ from ep.lanes import LANES, LanedTransport
 from eplb import ExpertLoad
 from moe import ExpertBank
 
-from .batch import RequestTable
-from .cadence import StepBudget
-from .checkpoint import TensorSource, open_checkpoint
-from .control import Control
-from .cost_group import group_of
-from .costs import ItlBudget, Operations, StepCosts
-from .decoder import Decoder, Through, as_they_are
-from .device_costs import read_device_costs
-from .dummy import DummyCheckpoint
-from .experts import Experts
-from .hardware import read_hardware
-from .heartbeat import HeartbeatState
-from .instruments import Instruments, timed_exchange, timed_recorder, timed_sampler
-from .kv_connectors import build_hand_over
-from .kv_log import KvLog
-from .memory import MemoryPlan
-from .model_config import ModelConfig
-from .node_loading import LoadedRank, load_rank
-from .node_share import NodePeers
-from .outputs import News, Note
-from .overlap import CostModel
-from .pages import PagePool
-from .part_times import NO_PARTS, NoParts
-from .progress import OnProgress, counted
-from .ranges import RANGES
-from .ranks import Inbox
-from .rebalance import build_rebalancer, widest
-from .recorder import Recorder, StampedTransport
-from .refusals import check_drafts
-from .request import Request
-from .roofline import CostShape
-from .routing_record import open_recorder
-from .runner_choice import build_runner
-from .sampler_ops import sampler_ops
-from .scheduler import Drafter, Scheduler
-from .settling import Settled, full_step
-from .showing import NOT_SHOWN, NotShown
-from .startup import LoadReport
-from .straggler import StragglerState
-from .switch import Switch
-from .sync_guard import guard_of
-from .voice import Excuses, no_excuse
-from .weights import DecoderWeights, bytes_to_read, held_tensors, load_banks, load_shared, verify_held
-from .worker import Worker
+from .control.control import Control
+from .costs.costs import ItlBudget, Operations, StepCosts
+from .costs.device_costs import read_device_costs
+from .costs.roofline import CostShape
+from .failure.recorder import Recorder, StampedTransport
+from .failure.straggler import StragglerState
+from .forward.batch import RequestTable
+from .forward.decoder import Decoder, Through, as_they_are
+from .forward.experts import Experts
+from .forward.part_times import NO_PARTS, NoParts
+from .forward.ranges import RANGES
+from .graphs.switch import Switch
+from .graphs.sync_guard import guard_of
+from .loop.instruments import Instruments, timed_exchange, timed_recorder, timed_sampler
+from .loop.ranks import Inbox
+from .loop.rebalance import build_rebalancer, widest
+from .loop.routing_record import open_recorder
+from .loop.showing import NOT_SHOWN, NotShown
+from .loop.voice import Excuses, no_excuse
+from .loop.worker import Worker
+from .model.model_config import ModelConfig
+from .requests.kv_log import KvLog
+from .requests.outputs import News, Note
+from .requests.pages import PagePool
+from .requests.refusals import check_drafts
+from .requests.request import Request
+from .sampling.sampler_ops import sampler_ops
+from .scheduling.cadence import StepBudget
+from .scheduling.heartbeat import HeartbeatState
+from .scheduling.overlap import CostModel
+from .scheduling.scheduler import Drafter, Scheduler
+from .settings.cost_group import group_of
+from .settings.kv_connectors import build_hand_over
+from .settings.runner_choice import build_runner
+from .settings.settling import Settled, full_step
+from .weights.checkpoint import TensorSource, open_checkpoint
+from .weights.dummy import DummyCheckpoint
+from .weights.hardware import read_hardware
+from .weights.memory import MemoryPlan
+from .weights.node_loading import LoadedRank, load_rank
+from .weights.node_share import NodePeers
+from .weights.progress import OnProgress, counted
+from .weights.startup import LoadReport
+from .weights.weights import DecoderWeights, bytes_to_read, held_tensors, load_banks, load_shared, verify_held
 
 OnPlan = Callable[[MemoryPlan], None]
 

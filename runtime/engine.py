@@ -17,21 +17,21 @@ from typing import Any, Self
 from ep import SerriedError
 
 from .assembly import OnPlan
-from .config import EngineConfig
-from .intake import Bounds, Intake
-from .kv_params import KvParams, parse_params
-from .memory import MemoryPlan
-from .model_config import ModelConfig
-from .outputs import News, Note, RequestOutput, TokenEvent
-from .placing import FrontDesk
-from .progress import OnProgress
-from .ranks import Abort, Admit, Ranks, Wish
-from .request import Request
-from .routing import Choice
-from .sampling_params import SamplingParams
-from .scheduler import Drafter
-from .telemetry import EngineStats
+from .loop.ranks import Abort, Admit, Ranks, Wish
+from .model.model_config import ModelConfig
+from .ranks.intake import Bounds, Intake
+from .ranks.placing import FrontDesk
+from .ranks.routing import Choice
+from .requests.kv_params import KvParams, parse_params
+from .requests.outputs import News, Note, RequestOutput, TokenEvent
+from .requests.request import Request
+from .requests.sampling_params import SamplingParams
+from .requests.telemetry import EngineStats
+from .scheduling.scheduler import Drafter
+from .settings.config import EngineConfig
 from .thread_ranks import ThreadRanks
+from .weights.memory import MemoryPlan
+from .weights.progress import OnProgress
 
 
 class Engine:

@@ -14,18 +14,18 @@ from dbo import UNTIMED, Untimed
 from ep import ThreadGroup, Transport
 
 from .assembly import OnPlan, Parts, Seat, assemble
-from .config import EngineConfig
-from .instruments import Instruments
-from .outputs import News, Note
-from .progress import OnProgress
-from .ranks import GroupFacts, Item, Tray, Wave
-from .recorder import Unwatched
-from .scheduler import Drafter
-from .settling import settle
-from .showing import NOT_SHOWN, NotShown
-from .telemetry import RankStats
-from .thread_control import ThreadControl
-from .worker import Worker
+from .control.thread_control import ThreadControl
+from .failure.recorder import Unwatched
+from .loop.instruments import Instruments
+from .loop.ranks import GroupFacts, Item, Tray, Wave
+from .loop.showing import NOT_SHOWN, NotShown
+from .loop.worker import Worker
+from .requests.outputs import News, Note
+from .requests.telemetry import RankStats
+from .scheduling.scheduler import Drafter
+from .settings.config import EngineConfig
+from .settings.settling import settle
+from .weights.progress import OnProgress
 
 Said = queue.SimpleQueue[tuple[int, Sequence[News | Note] | None]]
 

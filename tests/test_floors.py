@@ -27,6 +27,15 @@ FLOORS = {
 }
 """Room -> the rooms it may import."""
 
+STAIRS = {
+    "runtime": (
+        "model", "weights", "costs", "requests", "sampling", "kv", "control", "scheduling", "failure", "forward",
+        "graphs", "loop", "ranks", "settings", "", "planning", "bench", "simulation",
+    ),
+    "launch": ("groups", "command", "lab", "plan", "bench", "observe", "front", "service", ""),
+}  # fmt: skip
+"""Room -> its parts, lowest first: a part imports from itself and from those before it. "" is what lies in no part."""
+
 ENVIRONMENT = {("os", "environ"), ("os", "environb"), ("os", "getenv"), ("os", "putenv"), ("os", "unsetenv")}
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {
@@ -100,8 +109,10 @@ def floor_faults(room: str, found: list[Import]) -> list[str]:
     """Every import of `found`, in a file of `room`, that the table does not allow."""
     faults = []
     for item in found:
-        if item.level > 1 or (item.level == 0 and item.top == room):
+        if item.level >= len(Path(item.file).parts) or (item.level == 0 and item.top == room):
             faults.append(f"{item}: inside a room imports are relative and stay in the room")
+        elif item.level and (fault := stair_fault(room, item)):
+            faults.append(fault)
         elif item.level == 0 and item.top in FLOORS and item.top not in FLOORS[room]:
             faults.append(f"{item}: {room} may import {sorted(FLOORS[room]) or 'no room'}")
         elif item.level == 0 and item.top in FLOORS and item.inside_function:
@@ -109,6 +120,19 @@ def floor_faults(room: str, found: list[Import]) -> list[str]:
         elif item.level == 0 and item.top in ("profiles", "tests"):
             faults.append(f"{item}: nothing imports data or tests")
     return faults
+
+
+def stair_fault(room: str, item: Import) -> str | None:
+    """What is wrong with a relative import between the parts of a room; None where `STAIRS` allows it."""
+    parts = STAIRS.get(room)
+    if parts is None or Path(item.file).name in ("__init__.py", "__main__.py"):
+        return None
+    mine = Path(item.file).parts[1] if len(Path(item.file).parts) == 3 else ""
+    first = item.module.split(".")[0]
+    theirs = mine if item.level == 1 and mine else (first if first in parts else "")
+    if parts.index(theirs) > parts.index(mine):
+        return f"{item}: {mine or room} comes before {theirs or room} in {room}"
+    return None
 
 
 def environment_faults(source: str, file: str) -> list[str]:
@@ -150,6 +174,12 @@ def test_imports_run_down_the_floors_only():
     for room, path in room_files():
         faults += floor_faults(room, imports_of(path.read_text("utf-8"), named(path)))
     assert not faults, "\n".join(faults)
+
+
+def test_every_part_of_a_room_has_its_stair():
+    for room, parts in STAIRS.items():
+        folders = {path.parent.name for path in (ROOT / room).glob("*/__init__.py")}
+        assert folders == set(parts) - {""}
 
 
 def test_the_table_itself_has_no_cycle():
@@ -196,11 +226,15 @@ def test_the_top_level_holds_the_rooms_and_no_drawer_for_the_rest():
         ("runtime", "import importlib\nimportlib.import_module('launch.cli')", "runtime may import"),
         ("moe", "from moe.config import MoeConfig", "relative"),
         ("moe", "from ..ep import Tag", "relative"),
+        ("runtime/model", "from ...ep import Tag", "relative"),
+        ("runtime/model", "from ..weights.memory import plan_memory", "model comes before weights in runtime"),
+        ("runtime", "from .bench.workload import Workload", "runtime comes before bench in runtime"),
+        ("launch/groups", "from .. import cli", "groups comes before launch in launch"),
         ("launch", "import tests.oracle", "nothing imports data or tests"),
     ],
 )
 def test_a_forbidden_import_is_seen(room, source, fault):
-    faults = floor_faults(room, imports_of(source, "planted.py"))
+    faults = floor_faults(room.split("/")[0], imports_of(source, f"{room}/planted.py"))
     assert len(faults) == 1
     assert fault in faults[0]
 
@@ -211,10 +245,13 @@ def test_a_forbidden_import_is_seen(room, source, fault):
         ("runtime", "import torch\nfrom ep import Tag\nfrom .config import EngineConfig"),
         ("launch", "def f():\n    from .commands import run_command"),
         ("eplb", "from moe import ExpertPlacement"),
+        ("runtime/weights", "from ..model.model_config import ModelConfig\nfrom .memory import MemoryPlan"),
+        ("runtime", "from .settings.config import EngineConfig"),
+        ("launch/plan", "from ..command.models import find_model"),
     ],
 )
 def test_an_allowed_import_passes(room, source):
-    assert floor_faults(room, imports_of(source, "planted.py")) == []
+    assert floor_faults(room.split("/")[0], imports_of(source, f"{room}/planted.py")) == []
 
 
 @pytest.mark.parametrize("source", ["import os\nos.environ['A']", "from os import getenv", "import os\nos.getenv('A')"])

@@ -184,7 +184,7 @@ def test_three_tracks_with_a_lead_are_each_a_stage_ahead_of_the_next():
 def test_the_room_stays_small_and_no_layer_is_written_twice():
     root = Path(__file__).resolve().parents[2]
     assert sum(len(path.read_text().splitlines()) for path in (root / "dbo").glob("*.py")) < 500
-    for name in ("moe/layer.py", "runtime/decoder.py"):
+    for name in ("moe/layer.py", "runtime/forward/decoder.py"):
         text = (root / name).read_text()
         assert text.count("def stages(") == 1
         assert "num_tracks" not in text, "a layer does not know how many tracks are driven"

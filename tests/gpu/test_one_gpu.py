@@ -1,7 +1,7 @@
 """One GPU: tokens of graphs, of kernels one by one and of torch; NCCL with itself, captured; ranks as threads.
 
 Nobody has run these: there was no GPU where they were written. On a CPU the same is tested with a pretend device
-(`tests/runtime/test_graphs.py`) and over gloo (`tests/multi_gpu`).
+(`tests/runtime/graphs/test_graphs.py`) and over gloo (`tests/multi_gpu`).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import pytest
 import torch
 
 from ep.torch_dist import open_store, open_torch_dist
-from launch.first_contact import decoded, reference_tokens, tiny_config
+from launch.observe.first_contact import decoded, reference_tokens, tiny_config
 from runtime import Engine, SamplingParams
-from runtime.checkup import Outcome, look
-from runtime.graph_device import CudaGraphs, Recording
-from runtime.graphs import GraphRunner
-from runtime.group_checks import Bench, group_checks, kernel_checks
-from runtime.kernel_case import CaseSize
-from runtime.model_config import read_model_config
-from runtime.rank_slice import RankSlice
-from runtime.slice_config import SliceConfig
-from runtime.stages import STAND_IN, by_stage
+from runtime.bench.group_checks import Bench, group_checks, kernel_checks
+from runtime.bench.kernel_case import CaseSize
+from runtime.bench.rank_slice import RankSlice
+from runtime.bench.slice_config import SliceConfig
+from runtime.bench.stages import STAND_IN, by_stage
+from runtime.failure.checkup import Outcome, look
+from runtime.graphs.graph_device import CudaGraphs, Recording
+from runtime.graphs.graphs import GraphRunner
+from runtime.model.model_config import read_model_config
 from runtime.thread_ranks import ThreadRanks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(300)]

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from launch.front_client import Chunk, GroupInfo, Health, KvEvents, RankLoad, Refused
-from runtime.samples import TokenLogprob
-from runtime.sampling_params import SamplingParams
+from launch.front.front_client import Chunk, GroupInfo, Health, KvEvents, RankLoad, Refused
+from runtime.requests.sampling_params import SamplingParams
+from runtime.sampling.samples import TokenLogprob
 
 VOCAB = 2048
 

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launch.front_group import FrontGroup
-from launch.front_house import GroupSettings
-from launch.front_link import Hear
-from runtime.letters import EndLetter, NewsLetter, NoteLetter, ReadyLetter, WaveEndLetter, WaveLetter, item_of
-from runtime.outputs import News
+from launch.front.front_group import FrontGroup
+from launch.front.front_house import GroupSettings
+from launch.front.front_link import Hear
+from runtime.ranks.letters import EndLetter, NewsLetter, NoteLetter, ReadyLetter, WaveEndLetter, WaveLetter, item_of
+from runtime.ranks.wire import FactsLetter, FailedLetter, WireToFront, pack, unpack_at_front, unpack_at_rank
+from runtime.requests.outputs import News
 from runtime.thread_ranks import ThreadRanks
-from runtime.wire import FactsLetter, FailedLetter, WireToFront, pack, unpack_at_front, unpack_at_rank
 from tests.runtime.mixes import SMALL_V3, Settings, engine_config
 
 

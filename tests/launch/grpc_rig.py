@@ -13,9 +13,9 @@ import grpc.aio
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 
-from launch.grpc_server import Server
-from launch.logs import Log
-from launch.serve_config import LimitsConfig, ServeConfig
+from launch.service.grpc_server import Server
+from launch.service.logs import Log
+from launch.service.serve_config import LimitsConfig, ServeConfig
 from tests.launch.fake_group import FakeGroup
 
 

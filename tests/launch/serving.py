@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from launch.front_start import front_command
+from launch.service.front_start import front_command
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "launch" / "programs"

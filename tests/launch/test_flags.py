@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from launch.command.generate import GenerateFlags
 from launch.commands import COMMANDS, parse_flags
-from launch.generate import GenerateFlags
-from launch.refusal import Refusal
+from launch.groups.refusal import Refusal
 from runtime import EngineConfig, SamplingParams
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.front_client import Chunk, Refused
-from launch.front_config import FrontConfig
-from launch.front_group import FrontGroup
-from launch.front_stream import OpenStream
+from launch.front.front_client import Chunk, Refused
+from launch.front.front_config import FrontConfig
+from launch.front.front_group import FrontGroup
+from launch.front.front_stream import OpenStream
 from runtime import Engine, SamplingParams
 from tests.launch.front_rig import ThreadLink, group_on, small_model
 from tests.runtime.mixes import Settings, engine_config

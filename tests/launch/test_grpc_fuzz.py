@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
-from launch.grpc_faults import Fault
-from launch.grpc_requests import read_generate
-from launch.serve_config import LimitsConfig
+from launch.service.grpc_faults import Fault
+from launch.service.grpc_requests import read_generate
+from launch.service.serve_config import LimitsConfig
 from tests.launch.fake_group import FakeGroup, info_of
 from tests.launch.grpc_rig import generate, served
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.openai_gateway import find_program, free_port, quiet
+from launch.service.openai_gateway import find_program, free_port, quiet
 from runtime import Engine, EngineConfig, SamplingParams
-from runtime.config import CacheConfig
+from runtime.settings.config import CacheConfig
 from tests.launch.test_serve_openai import ROOT, said
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -22,10 +22,10 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 from tokenizers import Tokenizer
 
-from launch.bench_serve import ServeBenchFlags, measure
-from launch.openai_gateway import find_program
+from launch.bench.bench_serve import ServeBenchFlags, measure
+from launch.service.openai_gateway import find_program
 from runtime import Engine, EngineConfig, SamplingParams
-from runtime.config import CacheConfig
+from runtime.settings.config import CacheConfig
 from tests.launch.grpc_rig import get
 
 openai = pytest.importorskip("openai", reason="the extra openai is not installed")

@@ -10,8 +10,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from runtime.bare import bare_script
-from runtime.door import open_listener
+from runtime.control.door import open_listener
+from runtime.failure.bare import bare_script
 
 PROGRAM = Path(__file__).with_name("programs") / "beating_rank.py"
 KEY = bytes(range(32))

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime import Engine, RequestOutput, SamplingParams
-from runtime.kv_config import KvConfig
-from runtime.worker import Worker
+from runtime.loop.worker import Worker
+from runtime.requests.kv_config import KvConfig
 from tests.runtime.mixes import Ask, Settings, engine_config
 
 BASE = Settings(num_blocks=120, block_size=16, enable_prefix_caching=True, async_depth=1, ranks=2)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from moe import spread
-from runtime.checkpoint import open_checkpoint
-from runtime.model_config import read_model_config
-from runtime.node_loading import LoadedRank, load_rank
-from runtime.node_share import NodePeers
-from runtime.startup import KernelReads
+from runtime.model.model_config import read_model_config
+from runtime.weights.checkpoint import open_checkpoint
+from runtime.weights.node_loading import LoadedRank, load_rank
+from runtime.weights.node_share import NodePeers
+from runtime.weights.startup import KernelReads
 from tests.runtime.checkpoints import held_bytes
 from tests.runtime.peers import digest, peers_over_socket
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from moe import spread
-from runtime.checkpoint import open_checkpoint
-from runtime.model_config import read_model_config
-from runtime.weights import DecoderWeights, load_banks, load_shared, verify_held
+from runtime.model.model_config import read_model_config
+from runtime.weights.checkpoint import open_checkpoint
+from runtime.weights.weights import DecoderWeights, load_banks, load_shared, verify_held
 from tests.runtime.checkpoints import held_bytes
 
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from runtime.node_share import ROW_WIDTH, NodePeers
+from runtime.weights.node_share import ROW_WIDTH, NodePeers
 
 X = TypeVar("X")
 _ROW = struct.Struct(f"<{ROW_WIDTH}q")

@@ -14,7 +14,7 @@ RESTLESS = EplbConfig(enable_eplb=True, eplb_window=1, eplb_interval=1, eplb_min
 
 
 def random_planner(*_: Any) -> Any:
-    """For `runtime.rebalance.planner_of`: any placement, different from the last, the same on every rank."""
+    """For `runtime.loop.rebalance.planner_of`: any placement, different from the last, the same on every rank."""
 
     def plan(question: Question) -> RebalancePlan:
         layers, experts = question.layers, question.counts_YE.shape[1]

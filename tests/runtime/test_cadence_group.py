@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.cadence import CadenceConfig, CadenceState, Interval, Reason, advance, tokens_run
-from runtime.votes import Vote
+from runtime.scheduling.cadence import CadenceConfig, CadenceState, Interval, Reason, advance, tokens_run
+from runtime.scheduling.votes import Vote
 
 
 @dataclass

@@ -13,13 +13,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import runtime.assembly
-import runtime.runner
+import runtime.graphs.runner
 from dbo import drive
 from ep import RequestError, SerriedError
 from runtime import Engine, EngineConfig, FinishReason, SamplingParams
-from runtime.launcher import Launcher
-from runtime.runner import Ran
-from runtime.worker import Worker
+from runtime.graphs.runner import Ran
+from runtime.loop.launcher import Launcher
+from runtime.loop.worker import Worker
 from tests.runtime.mixes import SMALL_V3, Ask, Settings, engine_config, run_mix
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -184,7 +184,7 @@ def test_a_float64_run_holds_nothing_narrower(small_v3: Path, monkeypatch: pytes
         with OnlyFloat64():
             return plain_sample(launcher, ran)
 
-    monkeypatch.setattr(runtime.runner, "drive", watched_drive)
+    monkeypatch.setattr(runtime.graphs.runner, "drive", watched_drive)
     monkeypatch.setattr(Launcher, "_sample", watched_sample)
     params = SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.1, seed=1, max_tokens=5, logprobs=2)
     asks = [Ask(prompt=tuple(range(2, 2 + n)), params=params) for n in (1, 40)]
@@ -381,7 +381,7 @@ def test_a_dense_model_decodes_on_one_rank_and_on_two(tmp_path: Path):
 
 
 def test_rows_without_usable_logits_end_alone_with_an_error(small_v3: Path, monkeypatch: pytest.MonkeyPatch):
-    from runtime.decoder import Decoder
+    from runtime.forward.decoder import Decoder
 
     plain = Decoder.logits
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import runtime.instruments
+import runtime.loop.instruments
 from ep import Exchange, ExchangeConfig, Kind, Tag, TagMismatch
 from runtime import Engine, SamplingParams
 from tests.runtime.mixes import Settings, engine_config
@@ -42,7 +42,7 @@ class Late(Exchange):
 def test_all_ranks_end_with_the_name_of_the_one_that_is_a_step_behind(
     small_v3: Path, async_depth: int, tracks: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(runtime.instruments, "Exchange", Late)
+    monkeypatch.setattr(runtime.loop.instruments, "Exchange", Late)
     config = replace(
         engine_config(small_v3, replace(SETTINGS, async_depth=async_depth, tracks=tracks)), exchange=BOUNDED
     )

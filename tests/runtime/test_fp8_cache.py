@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from runtime import Engine, EngineConfig, RequestOutput, SamplingParams
-from runtime.config import CacheConfig
-from runtime.scheduler import SchedulerConfig
-from runtime.settling import settle
+from runtime.scheduling.scheduler import SchedulerConfig
+from runtime.settings.config import CacheConfig
+from runtime.settings.settling import settle
 from tests.runtime.checkpoints import SMALL
 
 TINY = "profiles/models/tiny-v3"

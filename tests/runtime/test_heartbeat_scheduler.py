@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from runtime.cadence import CadenceConfig, Interval, Reason
-from runtime.heartbeat import HeartbeatState, StepPlan, Vote, decide
-from runtime.pages import PagePool
-from runtime.prefix import PrefixCache
-from runtime.request import FinishReason, Request
-from runtime.rows import Proposal, Rows, Samples
-from runtime.sampling_params import SamplingParams
-from runtime.scheduler import Scheduler, SchedulerConfig
-from runtime.votes import PrefillWatch
+from runtime.requests.pages import PagePool
+from runtime.requests.prefix import PrefixCache
+from runtime.requests.request import FinishReason, Request
+from runtime.requests.rows import Proposal, Rows, Samples
+from runtime.requests.sampling_params import SamplingParams
+from runtime.scheduling.cadence import CadenceConfig, Interval, Reason
+from runtime.scheduling.heartbeat import HeartbeatState, StepPlan, Vote, decide
+from runtime.scheduling.scheduler import Scheduler, SchedulerConfig
+from runtime.scheduling.votes import PrefillWatch
 
 BUDGET = 48
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from runtime.config_fields import shown
-from runtime.model_config import parse_model_config, read_model_config
-from runtime.model_shapes import parameter_counts
+from runtime.model.config_fields import shown
+from runtime.model.model_config import parse_model_config, read_model_config
+from runtime.model.model_shapes import parameter_counts
 from tests.runtime.checkpoints import SMALL
-from tests.runtime.test_model_config import YARN, without
+from tests.runtime.model.test_model_config import YARN, without
 
 HUGE = 10**400
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

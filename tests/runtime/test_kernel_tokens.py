@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runtime import Engine, EngineConfig, SamplingParams
-from runtime.config import CacheConfig
+from runtime.settings.config import CacheConfig
 
 pytestmark = [pytest.mark.interpret, pytest.mark.slow]
 

@@ -18,8 +18,8 @@ import torch
 
 from ep import RequestError
 from runtime import CacheConfig, Engine, EngineConfig, FinishReason, RequestOutput, SamplingParams
-from runtime.kv_config import KvConfig
-from runtime.prefix import token_digest
+from runtime.requests.kv_config import KvConfig
+from runtime.requests.prefix import token_digest
 from tests.runtime.handing import BASE, GREEDY, check_whole, decode, engine, prefill, total, workers
 from tests.runtime.mixes import Ask, engine_config
 from tests.runtime.test_invariance import assert_same, mixed_asks

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from runtime import CacheConfig, EngineConfig, FinishReason, Request, SamplingParams, SchedulerConfig
-from runtime.cadence import CadenceConfig
-from runtime.outputs import News
-from runtime.ranks import Abort, Admit, Item, Wish
+from runtime.loop.ranks import Abort, Admit, Item, Wish
+from runtime.requests.outputs import News
+from runtime.scheduling.cadence import CadenceConfig
 from runtime.thread_ranks import ThreadRanks
 from tests.runtime.mixes import SMALL_V3
 
@@ -90,7 +90,7 @@ class Weather:
         ranks.workers[0].inbox = self
 
     def take(self) -> Sequence[Item]:
-        """See `runtime.ranks.Inbox`. Rank 0 holds the baton, so nobody else looks at anything now."""
+        """See `runtime.loop.ranks.Inbox`. Rank 0 holds the baton, so nobody else looks at anything now."""
         self._now += 1
         self._check_progress()
         if self.active:

@@ -9,28 +9,28 @@ from pathlib import Path
 import pytest
 import torch
 
-import runtime.rebalance
+import runtime.loop.rebalance
 from dbo import DboConfig
 from eplb import PlanConfig
 from eplb.config import EplbConfig
 from eplb.goal import Question
 from moe import spread
 from runtime import RequestOutput
-from runtime.experts import Experts
-from runtime.heartbeat import Disagreement
+from runtime.forward.experts import Experts
+from runtime.scheduling.heartbeat import Disagreement
 from tests.eplb.banks import moe_config
+from tests.runtime.loop.test_rebalance import moving, run_asks
 from tests.runtime.mixes import Ask
 from tests.runtime.rebalancing import random_planner
 from tests.runtime.test_invariance import assert_same, mixed_asks
-from tests.runtime.test_rebalance import moving, run_asks
 from tests.runtime.tight import be_cramped
 
-PLANNER_OF = runtime.rebalance.planner_of
+PLANNER_OF = runtime.loop.rebalance.planner_of
 
 
 @pytest.fixture(autouse=True)
 def restless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime.rebalance, "planner_of", random_planner)
+    monkeypatch.setattr(runtime.loop.rebalance, "planner_of", random_planner)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -63,7 +63,7 @@ def test_the_planner_is_told_what_was_counted_and_leaves_layers_with_half_the_ga
     monkeypatch: pytest.MonkeyPatch,
 ):
     told: list[PlanConfig] = []
-    monkeypatch.setattr(runtime.rebalance, "plan", lambda _counts, *, old, config: told.append(config))
+    monkeypatch.setattr(runtime.loop.rebalance, "plan", lambda _counts, *, old, config: told.append(config))
     moe = moe_config(6, top_k=3)
     config = EplbConfig(enable_eplb=True, num_redundant_experts=2, eplb_min_gain=0.08, eplb_policy="deepseek")
     question = Question(

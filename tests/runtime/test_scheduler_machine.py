@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from runtime.pretend import PretendModel
-from runtime.rehearsal import Rehearsal
-from runtime.request import Request
-from runtime.sampling_params import SamplingParams
-from runtime.scheduler import Policy, SchedulerConfig
+from runtime.requests.request import Request
+from runtime.requests.sampling_params import SamplingParams
+from runtime.scheduling.pretend import PretendModel
+from runtime.scheduling.rehearsal import Rehearsal
+from runtime.scheduling.scheduler import Policy, SchedulerConfig
 
 VOCAB = 13
 BUDGETS, PAGE_SIZES, ACCURACIES = (1, 7, 64), (1, 4, 16), (None, 0.0, 0.5, 1.0)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import runtime.instruments
+import runtime.loop.instruments
 from ep import Arrivals, Exchange, ExchangeConfig, Pending, Tag, Terms, Topology, Transport
 from ep.capacity import CapacityPlan
 
@@ -110,5 +110,5 @@ def _build(monkeypatch: pytest.MonkeyPatch, kind: type[Watched]) -> list[Watched
         built.append(exchange)
         return exchange
 
-    monkeypatch.setattr(runtime.instruments, "Exchange", build)
+    monkeypatch.setattr(runtime.loop.instruments, "Exchange", build)
     return built

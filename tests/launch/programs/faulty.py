@@ -17,10 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from launch import group
 from launch.cli import main
-from runtime.recorder import Watched
-from runtime.verdict import Phase
+from launch.groups import group
+from runtime.failure.recorder import Watched
+from runtime.failure.verdict import Phase
 
 PHASES = {"dispatch": Phase.DISPATCH, "combine": Phase.COMBINE, "vote": Phase.VOTE, "between": Phase.PROPOSE}
 

@@ -17,10 +17,10 @@ from dataclasses import asdict
 from typing import Any
 
 from ep.errors import RequestError
-from launch.front_client import GroupClient, Refused
-from launch.front_door import run
-from launch.serve_config import ServeConfig
-from runtime.sampling_params import SamplingParams
+from launch.front.front_client import GroupClient, Refused
+from launch.service.front_door import run
+from launch.service.serve_config import ServeConfig
+from runtime.requests.sampling_params import SamplingParams
 
 
 def main(arguments: Sequence[str]) -> int:

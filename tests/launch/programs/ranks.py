@@ -19,10 +19,10 @@ for room in ("ep", "runtime"):
     package = sys.modules[room] = types.ModuleType(room)
     package.__path__ = [str(ROOT / room)]
 
-from launch.as_rank import hush, take_child  # noqa: E402
-from launch.rendezvous import RendezvousConfig, meet, open_gate  # noqa: E402
-from launch.spawn import start_ranks  # noqa: E402
-from launch.world import detect, own_world  # noqa: E402
+from launch.groups.as_rank import hush, take_child  # noqa: E402
+from launch.groups.rendezvous import RendezvousConfig, meet, open_gate  # noqa: E402
+from launch.groups.spawn import start_ranks  # noqa: E402
+from launch.groups.world import detect, own_world  # noqa: E402
 
 LIMIT_S = 30.0
 

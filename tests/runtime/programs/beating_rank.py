@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 
 from ep.errors import PeerFailed
-from runtime.control import SocketControl
-from runtime.judge import Limits
-from runtime.pulse import Pulse
-from runtime.stars import open_control
-from runtime.verdict import Phase
+from runtime.control.control import SocketControl
+from runtime.control.stars import open_control
+from runtime.failure.judge import Limits
+from runtime.failure.pulse import Pulse
+from runtime.failure.verdict import Phase
 
 THROTTLE = """\
 import os, signal, sys, time

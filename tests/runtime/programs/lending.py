@@ -10,10 +10,10 @@ import time
 
 import torch
 
-from runtime.connector import Kept
-from runtime.kv_config import KvConfig
-from runtime.kv_connectors import build_connectors
-from runtime.kv_pages import PageBytes
+from runtime.kv.connector import Kept
+from runtime.kv.kv_pages import PageBytes
+from runtime.requests.kv_config import KvConfig
+from runtime.settings.kv_connectors import build_connectors
 
 
 def tell(line: str) -> None:

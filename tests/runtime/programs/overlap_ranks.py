@@ -23,9 +23,9 @@ from dbo import DboConfig, Timeline, drive, exposed_ns
 from ep import Kind, Tag
 from ep.slow import LinkConfig, SlowTransport
 from ep.torch_dist import listen, open_store, open_torch_dist
-from runtime.overlap_bench import OverlapLoad, bench_config, compare_cpu, measure_overlap
-from runtime.rebalance_bench import MovingLoad, measure_moving
-from runtime.tracing import TracedTransport
+from runtime.bench.overlap_bench import OverlapLoad, bench_config, compare_cpu, measure_overlap
+from runtime.bench.rebalance_bench import MovingLoad, measure_moving
+from runtime.forward.tracing import TracedTransport
 
 SIZE, LIMIT_S = 2, 30.0
 STAGE_S, LAYERS, ROW_BYTES = 0.04, 6, 400_000

@@ -16,11 +16,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-import runtime.rebalance
+import runtime.loop.rebalance
 from ep import Kind, Tag
-from launch import group
 from launch.cli import main
-from runtime.recorder import StampedTransport
+from launch.groups import group
+from runtime.failure.recorder import StampedTransport
 from tests.runtime.rebalancing import random_planner
 
 TENTH = 10
@@ -46,7 +46,7 @@ def plant(kind: str, rank: int) -> None:
 if __name__ == "__main__":
     kind, rank, cut, *words = sys.argv[1:]
     assert cut == "--", sys.argv
-    runtime.rebalance.planner_of = random_planner
+    runtime.loop.rebalance.planner_of = random_planner
     if kind != "none":
         plant(kind, int(rank))
     group.start_ranks = partial(group.start_ranks, command=[sys.executable, *sys.argv[:4]])

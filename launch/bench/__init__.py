@@ -1,0 +1,1 @@
+"""The benchmarks as commands, their figures, tables and pages."""

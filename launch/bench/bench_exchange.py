@@ -1,0 +1,314 @@
+"""`serried bench exchange`: what dispatch and combine take, against the transport's own all-to-all of the same bytes.
+
+Prints the question, the machine, the commit, the settings, then a table, then one last line of JSON. Ranks are
+processes, started and met like those of `generate`, or threads of this one. Knows how it is said; what is measured is
+`ep.exchange_bench`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ep import ExchangeConfig, Topology, Transport, choose, run_ranks
+from ep.exchange_bench import ExchangeTimes, Load, bench_tags, measure
+from runtime.weights.hardware import Hardware, read_hardware
+
+from ..command.wide_table import print_table
+from ..groups.as_rank import hush
+from ..groups.group import Start, meet_ranks
+from ..groups.place import cpu_transport, open_transport
+from ..groups.refusal import refusals
+from ..groups.rendezvous import RendezvousConfig
+from ..groups.world import World, check_ranks, detect, own_world
+from .bench import commit, machine_line
+from .bench_rates import check_exchange_target, save_exchange
+
+ABOUT = """\
+Measure what dispatch and combine take among the ranks, against the transport's plain all-to-all of the same bytes.
+
+Examples:
+  serried bench exchange --ranks 4
+  serried bench exchange --ranks 8 --node-size 2 --hierarchical on --transport threads
+  serried bench exchange --ranks 4 --tokens 16 128 --exchange bounded --combine slots
+  mpirun -n 4 python -m launch bench exchange
+
+Routing is uniform and random. Ranks that share cores take turns on them: compare the columns of one line.
+"""
+
+DONE = 0
+DEFAULT_RANKS = 4
+TARGET_RATIO = 1.3
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+QUESTION = "How long do dispatch and combine take, against the transport's plain all-to-all of the same bytes?"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeFlags:
+    """What `serried bench exchange` is told."""
+
+    ranks: int | None = None
+    """Ranks that exchange, each a process; unset: 4, or as many as the launcher started."""
+
+    tokens: tuple[int, ...] = (16, 128)
+    """Tokens of each rank; a line of the table for each."""
+
+    hidden: tuple[int, ...] = (7168,)
+    """Values of a token; a line of the table for each."""
+
+    slots: int = 64
+    """Expert slots of each rank."""
+
+    top_k: int = 8
+    """Experts of a token."""
+
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    """Number format of the run."""
+
+    node_size: int | None = None
+    """Ranks that count as one node; unset: all. What leaves a node counts as network."""
+
+    rounds: int = 20
+    """Measured rounds; medians are told."""
+
+    transport: Literal["auto", "threads", "gloo", "mpi"] = "auto"
+    """What carries rows: auto takes mpi under mpirun and gloo otherwise; threads keeps all ranks in this process."""
+
+    hardware: Path | None = None
+    """Device file, such as profiles/hardware/cpu.toml: adds how long the bytes take at its peak rates."""
+
+    save: Path | None = None
+    """Hardware file with rates, such as profiles/hardware/cpu.toml, to write the times to, for the cost model."""
+
+    exchange: tyro.conf.OmitArgPrefixes[ExchangeConfig] = field(default_factory=ExchangeConfig)
+    meeting: tyro.conf.OmitArgPrefixes[RendezvousConfig] = field(default_factory=RendezvousConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "slots", "top_k", "rounds", "node_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1, e.g. 4")
+        for name in ("tokens", "hidden"):
+            if not getattr(self, name) or min(getattr(self, name)) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; each must be at least 1, e.g. 128")
+        self.exchange.refuse_narrow(DTYPES[self.dtype])
+
+    def configs(self) -> list[ExchangeConfig]:
+        """What is measured of each size: what is left open is tried both ways, but for nodes when there is one."""
+        wanted = self.exchange
+        modes = ("exact", "bounded") if wanted.exchange == "auto" else (wanted.exchange,)
+        nodes = ("off", "on") if wanted.hierarchical == "auto" and self.node_size else (wanted.hierarchical,)
+        return [
+            choose(replace(wanted, exchange=mode), exchange=mode, hierarchical="off" if node == "auto" else node)
+            for mode in modes
+            for node in nodes
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One measurement: what was asked, and all ranks' times."""
+
+    load: Load
+    config: ExchangeConfig
+    times: Sequence[ExchangeTimes]
+
+    @property
+    def name(self) -> str:
+        return self.config.exchange + (", over nodes" if self.config.hierarchical == "on" else "")
+
+    def slowest(self, field: str) -> float:
+        """The others wait for it."""
+        return max(getattr(times, field) for times in self.times)
+
+    def summary(self, hardware: Hardware | None) -> dict[str, object]:
+        """For the last line."""
+        sent = self.times[0].sent
+        found: dict[str, object] = {
+            "tokens": self.load.tokens,
+            "hidden": self.load.hidden,
+            "exchange": self.config.exchange,
+            "hierarchical": self.config.hierarchical,
+            "exchange_us": round(self.slowest("whole_us"), 1),
+            "wire_us": round(self.slowest("wire_us"), 1),
+            "plain_us": round(self.slowest("plain_us"), 1),
+            "ratio": round(self.slowest("whole_us") / self.slowest("plain_us"), 3),
+            "wire_ratio": round(self.slowest("wire_us") / self.slowest("plain_us"), 3),
+            "packing_cpu_us": round(self.slowest("packing_cpu_us"), 1),
+            "network_bytes": sent.network,
+            "node_bytes": sent.node,
+        }
+        if hardware is not None:
+            found["hardware_us"] = round(link_us(self.times[0], hardware), 1)
+        return found
+
+
+def link_us(times: ExchangeTimes, hardware: Hardware) -> float:
+    """How long the bytes take at the device's peaks, node and network at the same time."""
+    inside = times.sent.node / hardware.link_bytes_per_s
+    outside = times.sent.network / hardware.network_bytes_per_s if times.sent.network else 0.0
+    return 1e6 * max(inside, outside)
+
+
+def run(flags: ExchangeFlags, start: Start) -> int:
+    """Measure on all ranks and print on rank 0; returns 0. Raises Refusal for what cannot be measured."""
+    with refusals():
+        world = start.child.world if start.child else detect(os.environ)
+        check_ranks(world, flags.ranks)
+        if world.size == 1:
+            world = own_world(0, flags.ranks or DEFAULT_RANKS)
+        topology = Topology(num_ranks=world.size, node_size=flags.node_size or world.size)
+        hardware = read_hardware(flags.hardware) if flags.hardware else None
+        check_hardware(hardware, topology)
+        if flags.save:
+            check_exchange_target(flags.save)
+        name = transport_name(flags, world)
+    torch.set_num_threads(1)
+    if not world.is_primary:
+        hush(world.rank)
+    if name == "threads":
+        lines = run_ranks(world.size, lambda transport: measure_all(transport, flags, topology))[0]
+    else:
+        with transport_of(name, flags, start, world) as transport:
+            lines = measure_all(transport, flags, topology)
+    if world.is_primary:
+        tell(lines, flags, topology, name, hardware)
+    return DONE
+
+
+def transport_name(flags: ExchangeFlags, world: World) -> str:
+    """What carries rows; ValueError for what cannot."""
+    if flags.transport == "threads" and world.source != "own launcher":
+        raise ValueError("transport is threads, but this process is one of several; leave it out, e.g. auto")
+    return cpu_transport(flags.transport, world)
+
+
+def check_hardware(hardware: Hardware | None, topology: Topology) -> None:
+    """ValueError for a device that has no network, in a group that needs one."""
+    if hardware is not None and topology.num_nodes > 1 and not hardware.network_bytes_per_s:
+        raise ValueError(f"hardware is {hardware.name}, which has no network; leave node_size out, or the file")
+
+
+@contextmanager
+def transport_of(name: str, flags: ExchangeFlags, start: Start, world: World) -> Iterator[Transport]:
+    """Start the other ranks if nobody did, meet them, and connect."""
+    with ExitStack() as stack:
+        with refusals():
+            meeting, _ = meet_ranks(flags.meeting, start, world, stack, fields=load_fields(flags), endpoints=("store",))
+        yield stack.enter_context(closing(open_transport(name, world, meeting, interface=flags.meeting.interface)))
+
+
+def load_fields(flags: ExchangeFlags) -> tuple[tuple[str, str], ...]:
+    """What must be the same on every rank, or they would exchange something else."""
+    names = ("tokens", "hidden", "slots", "top_k", "dtype", "node_size", "rounds", "transport", "exchange")
+    return tuple((name, str(getattr(flags, name))) for name in names)
+
+
+def measure_all(transport: Transport, flags: ExchangeFlags, topology: Topology) -> list[Line]:
+    """A line for each size and each way, on every rank."""
+    lines, tags = [], bench_tags()
+    for hidden in flags.hidden:
+        for tokens in flags.tokens:
+            load = Load(
+                tokens=tokens,
+                hidden=hidden,
+                num_slots=flags.slots * transport.size,
+                top_k=min(flags.top_k, flags.slots * transport.size),
+                dtype=DTYPES[flags.dtype],
+            )
+            for config in flags.configs():
+                config = replace(config, round_tokens=tokens)
+                with torch.inference_mode():
+                    times = measure(transport, load, config=config, topology=topology, rounds=flags.rounds, tags=tags)
+                lines.append(Line(load=load, config=config, times=times))
+    return lines
+
+
+def tell(
+    lines: Sequence[Line], flags: ExchangeFlags, topology: Topology, transport: str, hardware: Hardware | None
+) -> None:
+    """Print what was asked, where, with which settings, and what came out."""
+    out = Console(highlight=False, soft_wrap=True)
+    for line in (
+        QUESTION,
+        machine_line(),
+        f"commit    {commit()}",
+        f"settings  {topology.num_ranks} ranks on {topology.num_nodes} nodes over {transport}, {flags.slots} slots a "
+        f"rank, top-{flags.top_k}, {flags.dtype}, dispatch in {flags.exchange.dispatch_dtype}, combine by "
+        f"{flags.exchange.combine} in {flags.exchange.combine_dtype}; medians of {flags.rounds} rounds, in turns, on "
+        "the slowest rank",
+        *([f"hardware  {hardware.name}, its peak rates"] if hardware else []),
+    ):
+        out.print(line, markup=False)
+    print_table(out, exchange_table(lines, hardware))
+    if flags.save:
+        told = f"Exchange of {topology.num_ranks} ranks by: serried bench exchange, commit {commit()}"
+        save_exchange(flags.save, ranks=topology.num_ranks, us_of_bytes=us_of_bytes(lines), comment=[told])
+    print(json.dumps(summary(lines, flags, topology, transport, hardware)))
+
+
+def us_of_bytes(lines: Sequence[Line]) -> dict[float, float]:
+    """Bytes that the fullest rank sends there and back, and what that takes; of several ways, the first."""
+    first = lines[0].name
+    return {
+        float(max([times.sent.node + times.sent.network for times in line.times])): line.slowest("whole_us")
+        for line in lines
+        if line.name == first
+    }
+
+
+def exchange_table(lines: Sequence[Line], hardware: Hardware | None) -> Table:
+    """Microseconds, MiB and ratios: a line for each size and way."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    heads = "tokens", "hidden", "exchange", "us", "plain", "ratio", "on the wire", "packing, CPU", "MiB network", "node"
+    for name in [*heads, *(["at peak"] if hardware else [])]:
+        table.add_column(name, justify="left" if name == "exchange" else "right")
+    for line in lines:
+        found = line.summary(hardware)
+        sent = line.times[0].sent
+        cells = [
+            f"{line.load.tokens}",
+            f"{line.load.hidden}",
+            line.name,
+            f"{found['exchange_us']:.0f}",
+            f"{found['plain_us']:.0f}",
+            f"{found['ratio']:.2f}",
+            f"{found['wire_ratio']:.2f}",
+            f"{found['packing_cpu_us']:.0f}",
+            f"{sent.network / 2**20:.2f}",
+            f"{sent.node / 2**20:.2f}",
+        ]
+        table.add_row(*cells, *([f"{found['hardware_us']:.0f}"] if hardware else []))
+    return table
+
+
+def summary(
+    lines: Sequence[Line], flags: ExchangeFlags, topology: Topology, transport: str, hardware: Hardware | None
+) -> dict[str, object]:
+    """The last line."""
+    return {
+        "ranks": topology.num_ranks,
+        "node_size": topology.node_size,
+        "transport": transport,
+        "slots": flags.slots,
+        "top_k": flags.top_k,
+        "dtype": flags.dtype,
+        "combine": flags.exchange.combine,
+        "dispatch_dtype": flags.exchange.dispatch_dtype,
+        "combine_dtype": flags.exchange.combine_dtype,
+        "rounds": flags.rounds,
+        "commit": commit(),
+        "target_wire_ratio": TARGET_RATIO,
+        "lines": [line.summary(hardware) for line in lines],
+    }

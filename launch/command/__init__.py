@@ -1,0 +1,1 @@
+"""The command line: flags from dataclasses, help, prompts, answers, tables."""

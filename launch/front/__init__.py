@@ -1,0 +1,1 @@
+"""The front door's inside: requests in the house, streams, admission, the ranks as a group."""

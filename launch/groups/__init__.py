@@ -1,0 +1,1 @@
+"""Who am I, who are the others: launchers, meeting, one rank among processes."""

@@ -1,0 +1,1 @@
+"""Looking without a cluster: simulated groups, routing, graphs, recorded expert load."""

@@ -1,0 +1,1 @@
+"""Looking at machines, running groups and failed ones: doctor and top."""

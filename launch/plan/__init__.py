@@ -1,0 +1,1 @@
+"""The planner: memory, goals, arithmetic, warnings, deployments, command lines of vLLM."""

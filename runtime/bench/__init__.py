@@ -1,0 +1,1 @@
+"""What is measured: kernels, steps, ranks, whole workloads."""

@@ -1,0 +1,204 @@
+"""What a group of ranks is put through before it is trusted: its transport, the exchange in every mode, captured and
+not, the kernels beside their references, and a small model's tokens.
+
+All ranks make the checks together and in this order. Knows what is checked; how findings are told is `checkup`'s.
+
+Legend: T tokens, K top-k, N rows received, D hidden.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ep import Exchange, ExchangeConfig, Kind, PairRows, Tag, Terms, Topology, Transport, exchange_ops, wide
+from ep.conformance import check_transport
+from ep.selftest import self_test
+
+from ..failure.checkup import Check, NotHere
+from ..graphs.graph_device import GraphDevice, Recording
+from ..model.model_config import ModelConfig
+from .kernel_case import CaseSize, KernelCase, worst_difference
+from .kernel_cases import kernel_cases
+
+HIDDEN, TOP_K, SLOTS, TOKENS = 256, 4, 4, 8
+"""Of the exchange that is checked; slots are those of a rank."""
+TOLERANCE = 1 / 64
+
+WIRE = "rows do not reach the right rank, or not whole: nothing that this group decodes could be trusted"
+TRY_EXACT = "start with --exchange exact --hierarchical off; then add --hierarchical on, then --exchange bounded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Where ranks are checked: their transport and device, and what records graphs there, if anything does."""
+
+    transport: Transport
+    device: torch.device
+    ops: str
+    graphs: Callable[[], GraphDevice] | None
+
+
+def exchange_configs(num_ranks: int) -> list[tuple[ExchangeConfig, int]]:
+    """Every way to build the exchange, with the ranks of a node; over nodes also where all ranks are on one."""
+    ways = []
+    nodes = [("off", num_ranks)] + ([("on", num_ranks // 2)] if num_ranks > 1 and num_ranks % 2 == 0 else [])
+    for mode, (hierarchical, node_size), combine, dtype in itertools.product(
+        ("exact", "bounded"), nodes, ("ranks", "slots"), ("run", "fp8")
+    ):
+        config = ExchangeConfig(
+            exchange=mode,  # type: ignore[arg-type]
+            hierarchical=hierarchical,  # type: ignore[arg-type]
+            combine=combine,  # type: ignore[arg-type]
+            dispatch_dtype=dtype,  # type: ignore[arg-type]
+            round_tokens=TOKENS,
+        )
+        ways.append((config, node_size))
+    return ways
+
+
+def group_checks(bench: Bench) -> Iterator[Check]:
+    """The transport, then the exchange in every mode, then bounded ones captured."""
+    yield Check(
+        name="transport",
+        run=partial(_transport_words, bench),
+        means="the ranks' collectives themselves do not work, whatever is sent over them",
+        tries="NCCL_DEBUG=INFO and look for the interface it took; --interface for the right one; gloo on CPUs",
+    )
+    for number, (config, node_size) in enumerate(exchange_configs(bench.transport.size)):
+        yield Check(
+            name=f"exchange, {name_of(config)}",
+            run=partial(_exchange_words, bench, config, node_size, first_step=1000 * number),
+            means=WIRE,
+            tries=TRY_EXACT,
+        )
+    for config, node_size in exchange_configs(bench.transport.size):
+        if config.exchange == "bounded":
+            yield Check(
+                name=f"exchange, {name_of(config)}, captured",
+                run=partial(_captured_words, bench, config, node_size),
+                means="this exchange cannot be replayed in a CUDA graph here, though it may work without",
+                tries="--enforce-eager; a newer NCCL (2.28 or later); see which library was loaded above",
+            )
+
+
+def name_of(config: ExchangeConfig) -> str:
+    """In words."""
+    over = "over nodes" if config.hierarchical == "on" else "straight"
+    return f"{config.exchange}, {over}, {config.combine} back, {config.dispatch_dtype} there"
+
+
+def _transport_words(bench: Bench) -> str:
+    check_transport(bench.transport, device=bench.device)
+    return f"{bench.transport.size} ranks, every pattern and number format"
+
+
+def build_exchange(bench: Bench, config: ExchangeConfig, node_size: int) -> Exchange:
+    """The exchange of the checks."""
+    size = bench.transport.size
+    return Exchange(
+        bench.transport,
+        num_slots=SLOTS * size,
+        hidden=HIDDEN,
+        top_k=TOP_K,
+        dtype=torch.bfloat16,
+        device=bench.device,
+        config=config,
+        topology=Topology(num_ranks=size, node_size=node_size),
+        ops=exchange_ops(bench.ops),
+    )
+
+
+def _exchange_words(bench: Bench, config: ExchangeConfig, node_size: int, *, first_step: int) -> str:
+    self_test(build_exchange(bench, config, node_size), first_step=first_step)
+    return "every pattern arrived and came back"
+
+
+def _captured_words(bench: Bench, config: ExchangeConfig, node_size: int) -> str:
+    if bench.graphs is None:
+        raise NotHere(f"a {bench.device.type} has no graphs")
+    exchange = build_exchange(bench, config, node_size)
+    replay_round(exchange, bench.graphs())
+    exchange.check_faults()
+    return "replayed with other rows, which came back right"
+
+
+def replay_round(exchange: Exchange, graphs: GraphDevice) -> None:
+    """Record one round, then replay it with other tokens to other slots. AssertionError where a sum is wrong."""
+    num_slots = exchange.slots_per_rank * exchange.num_ranks
+    x_TD = torch.zeros(TOKENS, exchange.hidden, dtype=exchange.dtype, device=exchange.device)
+    slots_TK = torch.zeros(TOKENS, exchange.top_k, dtype=torch.int64, device=exchange.device)
+    weights_TK = torch.full(slots_TK.shape, 0.25, dtype=wide(exchange.dtype), device=exchange.device)
+    round_of = partial(_round, exchange, x_TD, slots_TK, weights_TK)
+    with torch.inference_mode(), graphs.lane():
+        round_of()
+        program = Recording(graphs).record(round_of, None)
+        for turn in range(2):
+            values_T = 1.0 + torch.arange(TOKENS) + TOKENS * turn
+            first = torch.arange(TOKENS).unsqueeze(1) * 5 + exchange.rank + turn
+            chosen_TK = (first + torch.arange(exchange.top_k) * 3) % num_slots
+            x_TD.copy_(values_T.unsqueeze(1).expand(x_TD.shape))
+            slots_TK.copy_(chosen_TK)
+            back_TD = program.replay(None).double().cpu()
+            wanted_T = 0.25 * values_T.double() * (1 + chosen_TK % 3).sum(dim=1)
+            off = float(((back_TD - wanted_T.unsqueeze(1)).abs() / wanted_T.unsqueeze(1)).max())
+            assert off <= TOLERANCE, f"replay {turn}: a sum is off by {off:.3g} of itself"
+
+
+def _round(exchange: Exchange, x_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """Dispatch and combine without the host; the expert of slot s multiplies by 1 + s % 3."""
+    tag, terms = Tag(0, 0, 0, 0, Kind.CHECK), Terms(bucket=TOKENS)
+    arrivals = exchange.dispatch(x_TD, slots_TK, weights_TK, tag=tag, terms=terms).wait()
+    num_rows, top_k = arrivals.slots_NK.shape
+    factors_NK = 1 + (arrivals.slots_NK + exchange.rank * exchange.slots_per_rank) % 3
+    rows_MD = (arrivals.x_ND.unsqueeze(1) * factors_NK.unsqueeze(2).to(exchange.dtype)).flatten(0, 1)
+    index_NK = torch.arange(num_rows * top_k, device=rows_MD.device).view(num_rows, top_k)
+    pairs = PairRows(rows_MD, index_NK.where(arrivals.slots_NK >= 0, -1))
+    return exchange.combine(pairs, arrivals, tag=tag).wait()
+
+
+def kernel_checks(
+    model: ModelConfig, size: CaseSize, *, name: str, device: torch.device, dtype: torch.dtype
+) -> Iterator[Check]:
+    """Each kernel beside its reference. The cases are made one after the other, for they are large."""
+    for case in kernel_cases(model, size, name=name, device=device, dtype=dtype):
+        yield Check(
+            name=f"kernel, {case.title}",
+            run=partial(_kernel_words, case),
+            means="this kernel computes something else here than where it was tested",
+            tries="--ops reference decodes without Triton; compare triton and driver versions with those of the README",
+        )
+
+
+def _kernel_words(case: KernelCase) -> str:
+    with torch.inference_mode():
+        off = worst_difference(case)
+    assert off <= case.bound, f"off by {off:.3g} of a row's largest value, at most {case.bound:g}"
+    return f"off by {off:.2g} of a row's largest value"
+
+
+def token_check(name: str, wanted: Callable[[], list[list[int]]], got: Callable[[], list[list[int]]]) -> Check:
+    """Whether two ways to decode give the same greedy tokens."""
+    return Check(
+        name=f"tokens, {name}",
+        run=partial(_token_words, wanted, got),
+        means="single parts work, and the engine as a whole does not: its order of work is wrong on this device",
+        tries="--enforce-eager, --ops reference, --async-depth 0, one by one; then report which of them helps",
+    )
+
+
+def _token_words(wanted: Callable[[], list[list[int]]], got: Callable[[], list[list[int]]]) -> str:
+    expected, found = wanted(), got()
+    num_tokens = sum(map(len, expected))
+    assert found == expected, f"{sum(map(_alike, expected, found))} of {num_tokens} tokens alike before they differ"
+    return f"{num_tokens} greedy tokens alike"
+
+
+def _alike(expected: list[int], found: list[int]) -> int:
+    """Tokens before the first that differs."""
+    return next((n for n, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), len(expected))

@@ -1,0 +1,1 @@
+"""The control plane: a star of sealed links over which ranks vote."""

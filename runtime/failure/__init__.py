@@ -1,0 +1,1 @@
+"""Who failed: where each rank stands, the pulse beside it, the judge, and the record of the last steps."""

@@ -1,0 +1,1 @@
+"""One pass through the model: rows to tensors, layers, tokens back to the host."""

@@ -1,0 +1,1 @@
+"""Latents from elsewhere: connectors, leases, pages on their way."""

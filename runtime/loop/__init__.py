@@ -1,0 +1,1 @@
+"""One rank's loop: steps launched, finished, run again, told and traced."""

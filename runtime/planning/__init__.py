@@ -1,0 +1,1 @@
+"""Which deployment serves a goal, and what others have reached."""

@@ -1,0 +1,1 @@
+"""What a user may set, and what decides the things left open."""

@@ -1,0 +1,1 @@
+"""The real scheduler, heartbeat and routing under a virtual clock."""
