@@ -13,7 +13,7 @@ from torch import Tensor
 import attention_mla.packed
 import moe.packed
 from runtime import CacheConfig, Engine, EngineConfig, RequestOutput, SamplingParams
-from runtime.request import Request
+from runtime.requests.request import Request
 
 packs_bf16 = pytest.mark.skipif(
     not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
