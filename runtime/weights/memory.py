@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attention_mla import fp8_row_bytes
+from attention_mla import fp8_row_bytes, mla_shapes
 from eplb.migration import pool_bytes
 from moe import spread
 
@@ -242,13 +242,16 @@ def _workspaces(model: ModelConfig, numbers: MemoryNumbers, slots: int, weights:
         logits=logits,
         activations=numbers.max_num_batched_tokens * _activation_bytes_per_token(model, numbers),
         migration=_migration_bytes(model, numbers, slots),
-        packed=_packed_bytes(weights) if numbers.packs else 0,
+        packed=_packed_bytes(model, weights, numbers) if numbers.packs else 0,
     )
 
 
-def _packed_bytes(weights: WeightBytes) -> int:
-    """Copies of what is multiplied with rows in the run dtype: neither the router nor the head, which are wide."""
-    return weights.experts + weights.shared + weights.dense + weights.attention
+def _packed_bytes(model: ModelConfig, weights: WeightBytes, numbers: MemoryNumbers) -> int:
+    """Copies of what is multiplied with rows in the run dtype: neither norms nor the router and the head, which are
+    wide."""
+    norms = sum([shape[0] for shape in mla_shapes(model.mla).values() if len(shape) == 1])
+    attention = weights.attention - model.num_layers * norms * numbers.dtype_bytes
+    return weights.experts + weights.shared + weights.dense + attention
 
 
 def _migration_bytes(model: ModelConfig, numbers: MemoryNumbers, slots: int) -> int:
