@@ -3,8 +3,10 @@ bytes that the memory plan says, and the threads that were asked for."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 
 import attention_mla.packed
 import moe.packed
-from runtime import CacheConfig, Engine, EngineConfig, RequestOutput, SamplingParams
+from runtime import CacheConfig, Engine, EngineConfig, RequestOutput, SamplingParams, thread_ranks
 from runtime.requests.request import Request
 
 packs_bf16 = pytest.mark.skipif(
@@ -92,3 +94,16 @@ def test_every_wave_computes_on_the_threads_that_were_asked_for(small_v3: Path, 
     finally:
         torch.set_num_threads(before)
     assert seen == {cpu_threads}
+
+
+def test_the_thread_that_loads_weights_is_gone_when_ranks_compute(small_v3: Path, monkeypatch: pytest.MonkeyPatch):
+    loading: list[threading.Thread] = []
+
+    def assemble(*args: Any, **settings: Any) -> Any:
+        loading.append(threading.current_thread())
+        return assemble_ranks(*args, **settings)
+
+    assemble_ranks = thread_ranks.assemble
+    monkeypatch.setattr(thread_ranks, "assemble", assemble)
+    with Engine(config("auto", model=str(small_v3), load_format="dummy")):
+        assert [thread.is_alive() for thread in loading] == [False]
