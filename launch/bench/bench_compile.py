@@ -39,7 +39,7 @@ and on one that wants more than a multiprocessor has. The first run takes minute
 """
 
 DONE, FAILED = 0, 1
-ROOMS = ("attention_mla", "moe", "ep", "runtime")
+ROOMS = ("attention_mla", "moe", "ep", "runtime.sampling")
 """Those that may have kernels."""
 QUESTION = "Do all kernels compile for {arch} without spills, with the instructions that they are built around?"
 
@@ -79,7 +79,7 @@ def all_shapes() -> list[dict[str, Any]]:
     shapes = []
     for room in ROOMS:
         for shape in importlib.import_module(f"{room}.kernel_shapes").kernel_shapes():
-            shapes.append(shape | {"title": f"{room}: {shape['title']}"})
+            shapes.append(shape | {"title": f"{room.split('.')[0]}: {shape['title']}"})
     return shapes
 
 
