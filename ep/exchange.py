@@ -32,6 +32,7 @@ from .config import BACK_ENDS, ExchangeConfig
 from .hops import FIRST, INSIDE, ExactHop, Hop, HopBuffers, Landed, PairRows, relay
 from .layout import LocalPairs, local_pairs
 from .ops import ExchangeOps, exchange_ops
+from .own import OwnHop
 from .parts import BackEnd, HopPart
 from .rows import Codec, Fp8Codec, Rows, wide
 from .subgroup import ExchangeBytes, Meter, Subgroup
@@ -278,7 +279,7 @@ class Exchange:
                 groups, self._blueprint.specs, buffers, kinds, self._faults, strict=True
             )
         ]
-        exact: list[Hop] = [ExactHop(*part[:5]) for part in parts]
+        exact: list[Hop] = [OwnHop() if part.group.size == 1 else ExactHop(*part[:5]) for part in parts]
         if self._back_end is not None:
             return exact, [self._back_end.hop(part) for part in parts]
         bounded: list[Hop] = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from attention_mla import fp8_row_bytes
+from attention_mla import fp8_row_bytes, mla_shapes
 from eplb.migration import pool_bytes
 from moe import spread
 
@@ -254,7 +254,7 @@ def _workspaces(model: ModelConfig, numbers: MemoryNumbers, slots: int, weights:
         logits=logits,
         activations=numbers.max_num_batched_tokens * sizes.activations,
         migration=_migration_bytes(model, numbers, slots),
-        packed=_packed_bytes(weights) if numbers.packs else 0,
+        packed=_packed_bytes(model, weights, numbers) if numbers.packs else 0,
         graphs=0 if numbers.graphs is None else graph_bytes(model, numbers.graphs, slots=slots, sizes=sizes),
     )
 
@@ -263,9 +263,12 @@ def _number_bytes(model: ModelConfig, numbers: MemoryNumbers) -> NumberBytes:
     return NumberBytes(numbers.dtype_bytes, numbers.wide_bytes, _activation_bytes_per_token(model, numbers))
 
 
-def _packed_bytes(weights: WeightBytes) -> int:
-    """Copies of what is multiplied with rows in the run dtype: neither the router nor the head, which are wide."""
-    return weights.experts + weights.shared + weights.dense + weights.attention
+def _packed_bytes(model: ModelConfig, weights: WeightBytes, numbers: MemoryNumbers) -> int:
+    """Copies of what is multiplied with rows in the run dtype: neither norms nor the router and the head, which are
+    wide."""
+    norms = sum([shape[0] for shape in mla_shapes(model.mla).values() if len(shape) == 1])
+    attention = weights.attention - model.num_layers * norms * numbers.dtype_bytes
+    return weights.experts + weights.shared + weights.dense + attention
 
 
 def _migration_bytes(model: ModelConfig, numbers: MemoryNumbers, slots: int) -> int:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_mla import MlaConfig, MlaWeights, attention_ops
-from attention_mla.packed import PackedHeads, PackedLinear
+from attention_mla import attention_ops
+from attention_mla.packed import PackedLinear
 
 pytestmark = pytest.mark.skipif(
     not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
@@ -53,20 +53,6 @@ def test_each_weight_is_packed_once_and_none_is_taken_for_another():
     for found, again, weight_ND in zip(first, [linear(x_TD, each) for each in weights], kept, strict=True):
         assert torch.equal(found, again)
         assert_rounded(found, x_TD.double() @ weight_ND.double().T)
-
-
-def test_heads_are_multiplied_one_by_one(make_config: Callable[..., MlaConfig], tensors_of: Callable[..., dict]):
-    config = make_config()
-    weights = MlaWeights.build(config, tensors_of(config, torch.bfloat16))
-    heads, nope = weights.w_uk_HNC.shape[:2]
-    x_RHN, mean_RHC = drawn(5, heads, nope + 6)[..., :nope], drawn(5, heads, weights.w_uk_HNC.shape[2])
-    packed = PackedHeads()
-    assert_rounded(
-        packed.absorb(x_RHN, weights), torch.einsum("rhn,hnc->rhc", x_RHN.double(), weights.w_uk_HNC.double())
-    )
-    assert_rounded(
-        packed.expand(mean_RHC, weights), torch.einsum("rhc,hvc->rhv", mean_RHC.double(), weights.w_uv_HVC.double())
-    )
 
 
 @pytest.mark.parametrize("q_lora_rank", [None, 10])
