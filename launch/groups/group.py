@@ -126,7 +126,9 @@ def settle_ranks(config: EngineConfig, flags: GroupFlags, world: World) -> tuple
 
 def alike(settled: Settled) -> tuple[tuple[str, str], ...]:
     """What all ranks must have alike: see `fields`."""
-    return (*model_fields(Path(settled.config.model)), *config_fields(settled.config))
+    ways = ", ".join([way.exchange for way in settled.exchange_tries]) or "none but what is set"
+    tries = ("the ways of exchange to be tried", ways)
+    return (*model_fields(Path(settled.config.model)), *config_fields(settled.config), tries)
 
 
 def _threads(

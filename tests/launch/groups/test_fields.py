@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from launch.groups.fields import Difference, RanksDiffer, config_fields, first_difference, model_fields, version_fields
+from launch.groups.group import alike
 from runtime import EngineConfig, SchedulerConfig
+from runtime.settings.settling import settle
 
 
 def test_ranks_that_agree_do_not_differ():
@@ -86,3 +88,15 @@ def test_two_checkpoints_of_one_shape_are_told_apart_by_what_is_in_them(tmp_path
     a, b, c = map(model_fields, folders)
     assert a == c
     assert first_difference([a, b]).field == "the model's weights"
+
+
+def test_ranks_that_would_try_other_ways_of_exchange_differ(tiny):
+    """Each tries what is installed where it runs, and all ranks try together."""
+    settled = settle(EngineConfig(model=tiny, ranks=2))
+    bounded = replace(settled.config.exchange, exchange="bounded")
+    tries = [(bounded, replace(bounded, exchange="symmetric")), ()]
+    difference = first_difference([alike(replace(settled, exchange_tries=each)) for each in tries])
+    assert str(difference) == (
+        "ranks differ in the ways of exchange to be tried: bounded, symmetric on rank 0, "
+        "none but what is set on rank 1; it must be the same on all"
+    )
