@@ -35,7 +35,7 @@ from ..groups.rendezvous import RendezvousConfig
 from ..groups.world import World, check_ranks, detect, own_world
 from .bench import commit, machine_line
 from .bench_rates import check_exchange_target, save_exchange
-from .exchange_race import race, tell_race
+from .exchange_race import race, tell_race, ways
 
 ABOUT = """\
 Measure what dispatch and combine take among the ranks, against the transport's plain all-to-all of the same bytes.
@@ -111,6 +111,8 @@ class ExchangeFlags:
             raise ValueError(f"{refused}, or transport nccl" if self.transport != "nccl" else refused)
         if self.transport == "nccl" and not torch.cuda.is_available():
             raise ValueError("transport is nccl, but torch sees no CUDA device; e.g. gloo")
+        if self.transport == "nccl":
+            ways(self.exchange)
 
     def configs(self) -> list[ExchangeConfig]:
         """What is measured of each size: what is left open is tried both ways, but for nodes when there is one."""

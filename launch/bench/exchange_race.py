@@ -42,11 +42,17 @@ class Race:
 
 
 def ways(asked: ExchangeConfig) -> list[ExchangeConfig]:
-    """What is left open is tried, straight; what was asked for alone."""
+    """What is left open is tried, straight if that is, too; what was asked for alone. Nothing that back ends do not
+    have is tried with them. ValueError for a way that no graph can hold."""
+    if asked.exchange == "exact":
+        raise ValueError("exchange is exact, which asks the host, and rounds are replayed from a graph; e.g. bounded")
+    first = replace(asked, hierarchical="off" if asked.hierarchical == "auto" else asked.hierarchical)
     if asked.exchange != "auto":
-        return [replace(asked, hierarchical="off" if asked.hierarchical == "auto" else asked.hierarchical)]
-    first = replace(asked, exchange="bounded", hierarchical="off")
-    return [first, *(replace(first, exchange=mode) for mode in BACK_ENDS if first.combine == "ranks")]
+        return [first]
+    first = replace(first, exchange="bounded")
+    if (first.combine, first.hierarchical) != ("ranks", "off"):
+        return [first]
+    return [first, *(replace(first, exchange=mode) for mode in BACK_ENDS)]
 
 
 def race(

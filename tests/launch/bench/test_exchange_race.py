@@ -59,7 +59,16 @@ def test_every_size_has_a_line_for_each_way_and_one_that_is_missing_says_so(monk
 def test_what_was_asked_for_runs_alone_and_pairs_have_one_way():
     assert [way.exchange for way in ways(ExchangeConfig())] == ["bounded", *MAKERS]
     assert [way.exchange for way in ways(ExchangeConfig(combine="slots"))] == ["bounded"]
-    assert [way.exchange for way in ways(ExchangeConfig(exchange="exact"))] == ["exact"]
+    assert [way.exchange for way in ways(ExchangeConfig(exchange="symmetric"))] == ["symmetric"]
+    by_node = ways(ExchangeConfig(hierarchical="on"))
+    assert [(way.exchange, way.hierarchical) for way in by_node] == [("bounded", "on")]
+
+
+def test_counts_that_the_host_reads_cannot_be_replayed_and_are_refused_before_anybody_starts(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert flags("--transport nccl --exchange bounded").transport == "nccl"
+    with pytest.raises(Refusal, match="exchange is exact, which asks the host, and rounds are replayed from a graph"):
+        flags("--transport nccl --exchange exact")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
