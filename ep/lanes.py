@@ -24,8 +24,8 @@ X = TypeVar("X")
 class Lanes(Protocol):
     """What orders the two."""
 
-    def start(self, work: Callable[[], Pending[X]], *uses: Tensor) -> Pending[X]:
-        """Begin `work`, which uses these tensors, on the comm lane."""
+    def start(self, work: Callable[[], Pending[X]], *uses: Tensor, tag: Tag) -> Pending[X]:
+        """Begin `work`, which uses these tensors, on the comm lane. tag: the exchange that it is."""
         ...
 
 
@@ -35,7 +35,7 @@ class NoLanes:
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cpu", device
 
-    def start(self, work: Callable[[], Pending[X]], *uses: Tensor) -> Pending[X]:  # noqa: ARG002  # the protocol's
+    def start(self, work: Callable[[], Pending[X]], *uses: Tensor, tag: Tag) -> Pending[X]:  # noqa: ARG002  # the protocol's
         return work()
 
 
@@ -46,7 +46,7 @@ class CudaLanes:
         self._device = device
         self._comm = torch.cuda.Stream(device, priority=-1)
 
-    def start(self, work: Callable[[], Pending[X]], *uses: Tensor) -> Pending[X]:
+    def start(self, work: Callable[[], Pending[X]], *uses: Tensor, tag: Tag) -> Pending[X]:  # noqa: ARG002  # the protocol's
         self._comm.wait_stream(torch.cuda.current_stream(self._device))
         for tensor in uses:  # or its memory may be given away while the comm lane still reads it
             tensor.record_stream(self._comm)
@@ -79,10 +79,10 @@ class LanedTransport:
         def work() -> Pending[Tensor]:
             return self._transport.all_to_all(recv, send, recv_splits=recv_splits, send_splits=send_splits, tag=tag)
 
-        return self._lanes.start(work, recv, send)
+        return self._lanes.start(work, recv, send, tag=tag)
 
     def all_gather(self, row: Tensor, *, tag: Tag) -> Pending[Tensor]:
-        return self._lanes.start(lambda: self._transport.all_gather(row, tag=tag), row)
+        return self._lanes.start(lambda: self._transport.all_gather(row, tag=tag), row, tag=tag)
 
     def abort(self, cause: BaseException) -> None:
         self._transport.abort(cause)

@@ -197,7 +197,7 @@ class NcclEpHop:
             self._library.dispatch(self._send.first(num_sent), self._land.by_member(size), self._counts_R)
             return Pending.ready(None)
 
-        return self._lanes.start(work).then(lambda _: self._landed(words, num_rows, num_sent))
+        return self._lanes.start(work, tag=tag).then(lambda _: self._landed(words, num_rows, num_sent))
 
     def back_rows(self, sums: Sums, trail: NcclEpTrail, *, tag: Tag) -> Pending[Sums]:
         """`sums` has a result for each place; those without a slot need none."""
@@ -218,7 +218,7 @@ class NcclEpHop:
             mine_T = torch.arange(trail.num_rows, device=back_TD.device)
             return Sums(back_TD[size : size + trail.num_rows], mine_T.unsqueeze(1))
 
-        return self._lanes.start(work).then(find)
+        return self._lanes.start(work, tag=tag).then(find)
 
     def back_pairs(self, pairs: PairRows, trail: NcclEpTrail, *, tag: Tag) -> Pending[PairRows]:  # noqa: ARG002  # the protocol's
         """The library brings one row back for each that landed, so there is no such way."""

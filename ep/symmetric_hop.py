@@ -89,6 +89,7 @@ class SymmetricTrail:
     lengths_R: Tensor
     """int64: places that came from each member, its header in it."""
     begin_R: Tensor
+    """int64: where they begin, always inside the buffer."""
 
 
 class SymmetricHop:
@@ -138,14 +139,16 @@ class SymmetricHop:
             num_landing = spec.num_members * (1 + terms.bucket)
             landed_QB = rows_of(self._buffers.into, num_landing, width)
             lengths_R, begin_R = self._there.landed_2R.clone().unbind(0)
-            self._hear(spec.row.header(landed_QB), begin_R, words)
+            all_QB = _whole(self._buffers.into, width)  # a rank out of step may have said any length, more than fits
+            begin_R = begin_R.clamp(0, all_QB.shape[0] - 1)
+            self._hear(spec.row.header(all_QB), begin_R, words)
             landed = spec.row.fields(landed_QB)
             own = own_slots(landed.slots_NK, member=self._group.rank, slots_per_member=spec.slots_per_member)
             is_landed_Q = torch.arange(num_landing, device=own.device) < lengths_R.sum()
             trail = SymmetricTrail(places, num_places, lengths_R, begin_R)
             return Landed(landed._replace(slots_NK=own.where(is_landed_Q.unsqueeze(1), -1)), trail)
 
-        return self._fetch(self._buffers.into, self._buffers.out, width, self._there).then(land)
+        return self._fetch(self._buffers.into, self._buffers.out, width, self._there, tag).then(land)
 
     def back_rows(self, sums: Sums, trail: SymmetricTrail, *, tag: Tag) -> Pending[Sums]:
         """`sums` has a result for each place; those without a slot need none."""
@@ -154,7 +157,7 @@ class SymmetricHop:
         send_QB = rows_of(self._buffers.into, sums.index_NJ.shape[0], width)
         self._ops.add_to_places(sums, back.values(send_QB))
         words = self._clock.words(tag._replace(kind=self._kinds.combine))
-        _write_heads(_header(send_QB), trail.begin_R, words, trail.lengths_R)
+        _write_heads(_header(_whole(self._buffers.into, width)), trail.begin_R, words, trail.lengths_R)
         self._back.leaving_R.copy_(trail.lengths_R)
 
         def find(_: None) -> Sums:
@@ -162,24 +165,27 @@ class SymmetricHop:
             self._hear(_header(back_PB), trail.places.begin_R, words)
             return Sums(back.values(back_PB), trail.places.back_TJ)
 
-        return self._fetch(self._buffers.out, self._buffers.into, width, self._back).then(find)
+        return self._fetch(self._buffers.out, self._buffers.into, width, self._back, tag).then(find)
 
     def back_pairs(self, pairs: PairRows, trail: SymmetricTrail, *, tag: Tag) -> Pending[PairRows]:  # noqa: ARG002  # the protocol's
         """A buffer for every pair that may land would be top-k times as large, so there is no such way."""
         raise AssertionError(f"{tag}: symmetric memory brings one row back for each that landed")
 
-    def _fetch(self, into: Tensor, out: Tensor, width: int, lengths: Lengths) -> Pending[None]:
+    def _fetch(self, into: Tensor, out: Tensor, width: int, lengths: Lengths, tag: Tag) -> Pending[None]:
         def work() -> Pending[None]:
-            into_QB, out_PB = (rows_of(buffer, buffer.shape[0] // width, width) for buffer in (into, out))
-            self._reach.fetch(into_QB, out_PB, lengths)
+            self._reach.fetch(_whole(into, width), _whole(out, width), lengths)
             return Pending.ready(None)
 
-        return self._lanes.start(work)
+        return self._lanes.start(work, tag=tag)
 
     def _hear(self, header_PW: Tensor, begin_R: Tensor, words: Tensor) -> None:
-        """Compare the headers' tags with ours. A rank out of step may have said any length: none reaches outside."""
-        heads_RW = header_PW[begin_R.clamp(0, header_PW.shape[0] - 1)]
-        self._faults.compare(heads_RW[:, :TAG_WORDS], words)
+        """Compare the headers' tags with ours."""
+        self._faults.compare(header_PW[begin_R, :TAG_WORDS], words)
+
+
+def _whole(buffer: Tensor, width: int) -> Tensor:
+    """All rows that it has room for."""
+    return rows_of(buffer, buffer.shape[0] // width, width)
 
 
 def _write_heads(header_PW: Tensor, begin_R: Tensor, words: Tensor, lengths_R: Tensor) -> None:

@@ -270,7 +270,8 @@ def _worker(
     switch = Switch()
     device_time = device_time_of(settled.device, model.moe_layers)
     carried = switch.carry(device_time.carry(transport))
-    settled, back_end = with_back_ends(settled, transport, lanes, ranks_here=ranks_here)
+    beside = switch.carry_lanes(device_time.carry_lanes(lanes))
+    settled, back_end = with_back_ends(settled, transport, beside, ranks_here=ranks_here)
     decoder = build_decoder(
         settled, weights, carried, through=switch.through, timer=timer, back_end=back_end, tell=tell
     )

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from ep import Pending, Tag, Transport
+from ep.lanes import Lanes
+
+X = TypeVar("X")
 
 EVERY = 8
 """Of so many layers with experts one is looked at: reading the clock takes a kernel."""
@@ -44,6 +47,10 @@ class NoDeviceTime:
     def carry(self, transport: Transport) -> Transport:
         """As it is."""
         return transport
+
+    def carry_lanes(self, lanes: Lanes) -> Lanes:
+        """As they are."""
+        return lanes
 
     def begin(self) -> None:
         """Nothing to note."""
@@ -74,6 +81,10 @@ class DeviceTime(NoDeviceTime):
         """With a look at the clock around waits."""
         return _Clocked(transport, self)
 
+    def carry_lanes(self, lanes: Lanes) -> Lanes:
+        """With the same around what is carried beside the transport."""
+        return _ClockedLanes(lanes, self)
+
     def begin(self) -> None:
         """The first work of a step."""
         self._cells_2.zero_()
@@ -84,7 +95,7 @@ class DeviceTime(NoDeviceTime):
         self._clock.add(self._cells_2[0], 1)
         return self._cells_2.clone()
 
-    def wait(self, pending: Pending[Tensor], layer: int) -> Tensor:
+    def wait(self, pending: Pending[X], layer: int) -> X:
         """An exchange of that layer."""
         if layer not in self._looked_at:
             return pending.wait()
@@ -123,6 +134,18 @@ class _Clocked:
 
     def close(self) -> None:
         self._transport.close()
+
+
+class _ClockedLanes:
+    """Lanes on which waits are looked at; see `ep.lanes.Lanes`."""
+
+    def __init__(self, lanes: Lanes, time: DeviceTime) -> None:
+        self._lanes = lanes
+        self._time = time
+
+    def start(self, work: Callable[[], Pending[X]], *uses: Tensor, tag: Tag) -> Pending[X]:
+        pending = self._lanes.start(work, *uses, tag=tag)
+        return Pending(lambda: self._time.wait(pending, tag.layer))
 
 
 def _cuda_clock() -> DeviceClock:

@@ -6,7 +6,8 @@
 Where tracks take turns, one track's rows are under way while another attends, and a graph must hold both ends of what
 it begins. So exchanges are cut out as well: begun and waited for between pieces, on the same buffers in every step.
 
-Attention and the transport are handed through the switch when the decoder is built. While nothing is recorded, and
+Attention, the transport and the lanes of whatever carries rows beside it are handed through the switch when the decoder
+is built. While nothing is recorded, and
 while whole steps are, it changes nothing. Knows when attention runs; does not know what else a piece holds.
 
 Letters: T tokens of the piece, H heads, N query size without rope, P rope dim, V value head size.
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,9 +26,12 @@ from torch import Tensor
 from attention_mla import AttentionOps, MlaConfig, PagedView
 from attention_mla.reference import Queries
 from ep import Pending, Tag, Transport
+from ep.lanes import Lanes
 
 from .graph_device import Recording
 from .graph_inputs import StaticView
+
+X = TypeVar("X")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +94,10 @@ class Switch:
         """Exchanges through this switch."""
         return SwitchedTransport(transport, self)
 
+    def carry_lanes(self, lanes: Lanes) -> Lanes:
+        """What is started by whoever carries rows beside the transport, through this switch."""
+        return SwitchedLanes(lanes, self)
+
     def plan(self, make: Callable[[], Any]) -> Any:
         """In pieces each step makes its own."""
         return make() if self._recording is None else None
@@ -117,13 +125,13 @@ class Switch:
         recording.outside(attend_step)
         out_THV.copy_(out)
 
-    def exchange(self, start: Callable[[Tag], Pending[Tensor]], tag: Tag) -> Pending[Tensor]:
+    def exchange(self, start: Callable[[Tag], Pending[X]], tag: Tag) -> Pending[X]:
         """Now, or two switch points that begin it and wait for it in every step."""
         recording = self._recording
         if recording is None or not self._cuts_exchanges:
             return start(tag)
-        under_way: list[Pending[Tensor]] = []
-        arrived: list[Tensor] = []
+        under_way: list[Pending[X]] = []
+        arrived: list[X] = []
 
         def begin(step: PieceStep) -> None:
             under_way.append(start(tag._replace(step=step.number)))
@@ -131,7 +139,7 @@ class Switch:
         def finish(_: PieceStep) -> None:
             arrived[:] = [under_way.pop().wait()]
 
-        def wait() -> Tensor:
+        def wait() -> X:
             recording.outside(finish)
             return arrived[0]
 
@@ -149,10 +157,6 @@ class SwitchedAttention:
     def plan(self, view: PagedView, *, config: MlaConfig, dtype: torch.dtype) -> Any:
         """See `AttentionOps`; None while pieces are recorded."""
         return self._switch.plan(lambda: self._ops.plan(view, config=config, dtype=dtype))
-
-    def plan_now(self, view: PagedView, *, config: MlaConfig, dtype: torch.dtype) -> Any:
-        """That of a step which replays pieces."""
-        return self._ops.plan(view, config=config, dtype=dtype)
 
     def attend(self, queries: Queries, weights: Any, *, out_THV: Tensor, **where: Any) -> None:
         """See `AttentionOps`."""
@@ -192,3 +196,15 @@ class SwitchedTransport:
     def close(self) -> None:
         """See `ep.Transport`."""
         self._transport.close()
+
+
+class SwitchedLanes:
+    """Lanes with a switch at what is started on them; see `ep.lanes.Lanes`. It uses the same memory in every step."""
+
+    def __init__(self, lanes: Lanes, switch: Switch) -> None:
+        self._lanes = lanes
+        self._switch = switch
+
+    def start(self, work: Callable[[], Pending[X]], *uses: Tensor, tag: Tag) -> Pending[X]:
+        """See `ep.lanes.Lanes`."""
+        return self._switch.exchange(lambda tag: self._lanes.start(work, *uses, tag=tag), tag)

@@ -213,6 +213,25 @@ def test_a_rank_out_of_step_is_found_and_named_whoever_sends_rows_to_whom(preten
         assert (error.expected.layer, error.found.layer, error.found.kind) == (0, 1, kind)
 
 
+def test_a_rank_out_of_step_is_named_though_its_step_is_larger(pretended):
+    """Rank 2 brings 12 tokens where the others have room for one each: its blocks begin past all places of theirs."""
+
+    def fn(transport):
+        exchange, rank = pretended.exchange(transport), transport.rank
+        num_tokens, tag = (12, TAG._replace(step=1)) if rank == 2 else (1, TAG)
+        x_TD = torch.randn(num_tokens, HIDDEN)
+        slots_TK = torch.tensor([[0, 2, 4]]).repeat(num_tokens, 1)
+        weights_TK, terms = torch.ones(num_tokens, 3), Terms(bucket=num_tokens)
+        arrivals = exchange.dispatch(x_TD, slots_TK, weights_TK, tag=tag, terms=terms).wait()
+        y = expert(arrivals.x_ND[arrivals.rows_M], arrivals.slots_M + rank * exchange.slots_per_rank)
+        exchange.combine(y, arrivals, tag=tag).wait()
+        with pytest.raises(TagMismatch) as raised:
+            exchange.check_faults()
+        return raised.value.culprit
+
+    assert run_ranks(4, fn, timeout_s=LIMIT_S) == [2] * 4
+
+
 @pytest.mark.parametrize("late", [None, 2])
 def test_a_replay_names_who_is_a_step_behind(pretended, late):
     def fn(transport):

@@ -9,6 +9,8 @@ from ep import Kind, Pending, Tag, run_ranks
 from ep.conformance import check_transport
 from ep.lanes import LANES, LanedTransport
 
+TAG = Tag(0, 0, 0, 0, Kind.CHECK)
+
 
 def test_on_a_cpu_a_laned_transport_passes_what_any_transport_must():
     lanes = LANES["cpu"](torch.device("cpu"))
@@ -17,7 +19,7 @@ def test_on_a_cpu_a_laned_transport_passes_what_any_transport_must():
 
 def test_on_a_cpu_what_is_started_is_handed_on_as_it_is():
     pending = Pending.ready(7)
-    assert LANES["cpu"](torch.device("cpu")).start(lambda: pending, torch.zeros(1)) is pending
+    assert LANES["cpu"](torch.device("cpu")).start(lambda: pending, torch.zeros(1), tag=TAG) is pending
 
 
 class OnTheStream:
@@ -37,10 +39,9 @@ def test_on_a_gpu_the_compute_lane_goes_on_and_waits_only_when_told():
     transport = LanedTransport(OnTheStream(), LANES["cuda"](device))  # type: ignore[arg-type]
     send = torch.arange(1000.0, device=device)
     recv = torch.zeros_like(send)
-    tag = Tag(0, 0, 0, 0, Kind.CHECK)
     begin, computed, arrived = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
     begin.record()
-    pending = transport.all_to_all(recv, send, recv_splits=[1000], send_splits=[1000], tag=tag)
+    pending = transport.all_to_all(recv, send, recv_splits=[1000], send_splits=[1000], tag=TAG)
     (send * 2).sum()
     computed.record()
     rows = pending.wait()

@@ -39,27 +39,43 @@ class Wire:
         return Pending(wait)
 
 
-def run_step(layers: list[int], *, work_ns: int, wait_ns: int) -> tuple[StepTime, int]:
-    """Work and one exchange in each layer; what is read, and how often the clock was looked at."""
+class Library:
+    """Lanes on which what is started takes so long."""
+
+    def __init__(self, clock: Clock, wait_ns: int) -> None:
+        self._wire = Wire(clock, wait_ns)
+
+    def start(self, work, *uses, tag) -> Pending[Tensor]:
+        return self._wire.all_to_all(work().wait(), None, recv_splits=(), send_splits=(), tag=tag)
+
+
+def run_step(layers: list[int], *, work_ns: int, wait_ns: int, beside: bool = False) -> tuple[StepTime, int]:
+    """Work and one exchange in each layer, over the transport or beside it; what is read, and how often the clock was
+    looked at."""
     clock = Clock()
     time = DeviceTime(clock, layers, torch.device("cpu"))
     wire = time.carry(Wire(clock, wait_ns))  # type: ignore[arg-type]
+    lanes = time.carry_lanes(Library(clock, wait_ns))  # type: ignore[arg-type]
     rows = torch.zeros(1, 1)
     for _ in range(2):  # a step begins anew
         time.begin()
         for layer in layers:
             clock.now_ns += work_ns
             tag = Tag(0, layer, 0, 0, Kind.COMBINE)
-            assert wire.all_to_all(rows, rows, recv_splits=(1,), send_splits=(1,), tag=tag).wait() is rows
+            if beside:
+                assert lanes.start(lambda: Pending.ready(rows), tag=tag).wait() is rows
+            else:
+                assert wire.all_to_all(rows, rows, recv_splits=(1,), send_splits=(1,), tag=tag).wait() is rows
         cells_2 = time.end()
         clock.now_ns += 99_000  # between steps
     return time.read(cells_2), clock.looks // 2
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["transport", "back end"])
 @pytest.mark.parametrize("num_layers", [1, EVERY, 2 * EVERY, 58])
-def test_work_and_waiting_are_told_apart_from_a_few_of_the_layers(num_layers: int):
+def test_work_and_waiting_are_told_apart_from_a_few_of_the_layers(num_layers: int, beside: bool):
     layers = list(range(3, 3 + num_layers))
-    found, looks = run_step(layers, work_ns=3_000, wait_ns=2_000)
+    found, looks = run_step(layers, work_ns=3_000, wait_ns=2_000, beside=beside)
     assert found == StepTime(own_us=3 * num_layers, waited_us=2 * num_layers)
     assert looks == 2 + 2 * -(-num_layers // EVERY)
 
