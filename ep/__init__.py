@@ -1,6 +1,5 @@
 """ep: how ranks exchange rows. Transports, the exchange of tokens with expert slots, and the errors of the engine."""
 
-from .blueprint import buffer_bytes
 from .capacity import CapacityPlan
 from .config import ExchangeConfig, choose
 from .errors import (
@@ -45,7 +44,6 @@ __all__ = [
     "Topology",
     "Transport",
     "TransportError",
-    "buffer_bytes",
     "choose",
     "exchange_ops",
     "run_ranks",

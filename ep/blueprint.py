@@ -94,7 +94,8 @@ class Blueprint:
 
     @property
     def num_bytes(self) -> int:
-        """What an Exchange allocates for one track; see `buffer_bytes`, the function."""
+        """What an Exchange allocates for one track when it is built. What comes and goes in a round is not in it: sums
+        in the wide dtype, a row for each row that arrived and for each token here, and the pairs' rows of `slots`."""
         return sum(out + into for out, into in self.buffer_bytes)
 
     @property
@@ -105,33 +106,3 @@ class Blueprint:
 
 def _larger(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
     return max(one[0], other[0]), max(one[1], other[1])
-
-
-def buffer_bytes(
-    *,
-    num_ranks: int,
-    hidden: int,
-    top_k: int,
-    dtype: torch.dtype,
-    config: ExchangeConfig,
-    num_tracks: int = 1,
-    num_slots: int | None = None,
-    topology: Topology | None = None,
-    plan: CapacityPlan | None = None,
-) -> int:
-    """Bytes an Exchange allocates when it is built, on one rank. What comes and goes in a round is not in it: sums in
-    the wide dtype, a row for each row that arrived and for each token here, and the pairs' rows of mode `slots`.
-
-    num_slots: of all ranks; bounded blocks depend on it, nothing else does.
-    """
-    assert num_slots is not None or config.exchange != "bounded", "bounded blocks depend on num_slots"
-    blueprint = Blueprint(
-        topology=topology or Topology(num_ranks=num_ranks, node_size=num_ranks),
-        num_slots=num_slots or num_ranks,
-        hidden=hidden,
-        top_k=top_k,
-        dtype=dtype,
-        config=config,
-        plan=plan,
-    )
-    return num_tracks * blueprint.num_bytes

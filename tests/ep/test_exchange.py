@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep import ExchangeConfig, Kind, Tag, Terms, buffer_bytes, run_ranks
+from ep import ExchangeConfig, Kind, Tag, Terms, Topology, run_ranks
+from ep.blueprint import Blueprint
 from ep.conformance import ROUTINGS, check_exchange, exchange_batch, expert, make_batch
 
 LIMIT_S = 30
@@ -243,8 +244,10 @@ def test_the_bytes_told_are_the_bytes_taken(make, combine, dtype, hidden, top_k)
         )
         return buffers_of(exchange)
 
-    told = buffer_bytes(num_ranks=3, hidden=hidden, top_k=top_k, dtype=dtype, config=config, num_tracks=2)
-    assert run_ranks(3, fn) == [told] * 3
+    blueprint = Blueprint(
+        topology=Topology(num_ranks=3, node_size=3), num_slots=3, hidden=hidden, top_k=top_k, dtype=dtype, config=config
+    )
+    assert run_ranks(3, fn) == [2 * blueprint.num_bytes] * 3
 
 
 def test_the_largest_round_takes_no_memory_but_the_buffers_and_its_sums(make):
@@ -268,4 +271,8 @@ def test_the_largest_round_takes_no_memory_but_the_buffers_and_its_sums(make):
 
 def test_the_largest_round_of_the_widest_rows_can_be_counted():
     config = ExchangeConfig(exchange="exact", hierarchical="off", round_tokens=1 << 20)
-    assert buffer_bytes(num_ranks=1 << 14, hidden=1 << 20, top_k=1 << 14, dtype=torch.float64, config=config) > 1 << 56
+    blueprint = Blueprint(
+        topology=Topology(num_ranks=1 << 14, node_size=1 << 14), num_slots=1 << 14, hidden=1 << 20, top_k=1 << 14,
+        dtype=torch.float64, config=config,
+    )  # fmt: skip
+    assert blueprint.num_bytes > 1 << 56

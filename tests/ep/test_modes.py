@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from ep import CapacityPlan, ExchangeConfig, Kind, Tag, Terms, Topology, buffer_bytes, run_ranks
+from ep import CapacityPlan, ExchangeConfig, Kind, Tag, Terms, Topology, run_ranks
+from ep.blueprint import Blueprint
 from ep.conformance import check_exchange, exchange_batch, expert, make_batch
 from ep.fullest import chance_of_part
 
@@ -259,8 +260,8 @@ def test_the_bytes_told_are_the_bytes_taken(make, mode, dtypes):
         return sum(tensor.untyped_storage().nbytes() for tensor in buffers_of(built).values())
 
     topology = Topology(num_ranks=4, node_size=2)
-    told = buffer_bytes(num_ranks=4, **sizes, config=ExchangeConfig(**fields), num_tracks=2, topology=topology)
-    assert run_ranks(4, fn) == [told] * 4
+    blueprint = Blueprint(topology=topology, config=ExchangeConfig(**fields), **sizes)
+    assert run_ranks(4, fn) == [2 * blueprint.num_bytes] * 4
 
 
 @pytest.mark.parametrize("hierarchical", ["off", "on"])
