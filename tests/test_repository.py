@@ -1,8 +1,10 @@
 """The repository as a stranger finds it: README's map is true, nothing names one machine, the wheel has the rooms."""
 
+import ast
 import re
 import subprocess
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,36 @@ def test_no_tracked_file_names_a_path_of_one_machine():
 )
 def test_a_path_of_one_machine_is_seen(line, seen):
     assert bool(MACHINE_PATHS.search(line)) == seen
+
+
+CALLED_FROM_OUTSIDE = {"add_registered_method_handlers"}
+"""By a library, under a name that it chose."""
+
+
+def unused(sources: dict[str, str]) -> list[str]:
+    """Functions, methods, classes and constants of the rooms whose names stand nowhere but where they are defined."""
+    words = Counter(word for text in sources.values() for word in re.findall(r"\w+", text))
+    found = []
+    for file, text in sources.items():
+        if file.split("/")[0] not in ROOMS:
+            continue
+        tree = ast.parse(text)
+        names = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        for node in tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            names += [target.id for target in targets if isinstance(target, ast.Name)]
+        found += [f"{file}: {name}" for name in names if words[name] == 1 and not name.startswith("__")]
+    return found
+
+
+def test_nothing_is_defined_that_nobody_names():
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in tracked() if path.suffix == ".py"}
+    assert [name for name in unused(sources) if name.split(": ")[1] not in CALLED_FROM_OUTSIDE] == []
+
+
+def test_what_nobody_names_is_seen():
+    text = "MOST = 3\nLEAST: int = 1\n\nclass Box:\n    def full(self): return LEAST\n"
+    assert unused({"ep/x.py": text, "tests/y.py": "Box()"}) == ["ep/x.py: full", "ep/x.py: MOST"]
 
 
 def test_no_file_says_where_packages_come_from():

@@ -18,7 +18,6 @@ from ..command.wide_table import print_table
 QUESTION = "How many tokens a second does each rank give, at what latency, and where does the time of a step go?"
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
 BULKY = ("timeline", "ranks", "repeats", "percentiles")
-EXCHANGE = ("dispatch", "combine")
 
 
 def tell(found: Mapping[str, Any], out: Console) -> None:

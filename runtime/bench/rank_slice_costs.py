@@ -11,7 +11,6 @@ Pure arithmetic on what `rank_slice` measured.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ep import ExchangeBytes
@@ -211,8 +210,3 @@ def fitting_tables(tables: CostTables | None, shape: CostShape) -> CostTables | 
     except ValueError:
         return None
     return tables
-
-
-def share_of(measured: Mapping[str, float], roofs: Mapping[str, float]) -> dict[str, float]:
-    """How much of the roofline each stage reaches."""
-    return {stage: roofs[stage] / us for stage, us in measured.items() if stage in roofs and us > 0}

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import msgspec
 
-MAX_NAME = 1024
-
 
 class BadLetter(Exception):
     """What came is no letter, or not one that was due."""

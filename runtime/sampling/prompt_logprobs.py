@@ -66,11 +66,6 @@ def asked_parts(rows: Rows, first_B: Column) -> list[PromptPart]:
     return parts
 
 
-def asks_of_prompts(rows: Rows) -> bool:
-    """Whether a step computes part of a prompt whose log-probabilities are wanted."""
-    return any(rows.requests[index].prompt_logprobs is not None for index in rows.is_prefill_B.nonzero()[0].tolist())
-
-
 def positions(parts: Sequence[PromptPart]) -> Tensor:
     """int64 [P] indices into T, on the host."""
     return torch.cat([torch.arange(part.begin_T, part.begin_T + part.num) for part in parts])
