@@ -24,7 +24,7 @@ from .latent_rows import LatentRows
 from .norm import wide
 from .splits import UNSEEN, DecodeRows, DecodeSplit
 from .view import Prompt
-from .weights import MlaWeights
+from .weights import HeadWeights, MlaWeights
 
 __all__ = ["Partial", "Queries", "absorbed_attention", "latent_attention", "merge", "naive_attention"]
 
@@ -66,17 +66,17 @@ def merge(earlier: Partial, later: Partial) -> Partial:
 
 
 def absorbed_attention(
-    queries: Queries, weights: MlaWeights, *, latents: LatentRows, rows: DecodeRows, softmax_scale: float
+    queries: Queries, heads: HeadWeights, *, latents: LatentRows, rows: DecodeRows, softmax_scale: float
 ) -> Tensor:
     """Each row over its own context, in latent space; [R, H, V] in the run dtype.
 
     `queries` are the rows' in the order of `rows.tokens_R`; `latents` is one layer of the cache.
     """
-    absorbed_HRC = torch.bmm(queries.nope_THN.transpose(0, 1), weights.w_uk_HNC)
+    absorbed_HRC = torch.bmm(queries.nope_THN.transpose(0, 1), heads.w_uk_HNC)
     mean_RHC = latent_attention(
         absorbed_HRC.transpose(0, 1), queries.rope_THP, latents=latents, rows=rows, softmax_scale=softmax_scale
     )
-    return torch.bmm(mean_RHC.transpose(0, 1), weights.w_uv_HVC.transpose(1, 2)).transpose(0, 1)
+    return torch.bmm(mean_RHC.transpose(0, 1), heads.w_uv_HCV).transpose(0, 1)
 
 
 def latent_attention(

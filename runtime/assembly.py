@@ -17,12 +17,8 @@ from dbo import UNTIMED, OverlapState, Untimed
 from ep import Transport, exchange_ops
 from ep.lanes import LANES, LanedTransport
 from eplb import ExpertLoad
-from moe import ExpertBank
 
 from .control.control import Control
-from .costs.costs import ItlBudget, Operations, StepCosts
-from .costs.device_costs import read_device_costs
-from .costs.roofline import CostShape
 from .failure.recorder import Recorder, StampedTransport
 from .failure.straggler import StragglerState
 from .forward.batch import RequestTable
@@ -33,6 +29,7 @@ from .forward.part_times import NO_PARTS, NoParts
 from .forward.ranges import RANGES
 from .graphs.switch import Switch
 from .graphs.sync_guard import guard_of
+from .loading import load_ranks, load_with, weight_source
 from .loop.instruments import Instruments, timed_recorder, timed_sampler
 from .loop.ranks import Inbox
 from .loop.rebalance import build_rebalancer, widest
@@ -49,22 +46,18 @@ from .requests.request import Request
 from .sampling.sampler_ops import sampler_ops
 from .scheduling.cadence import StepBudget
 from .scheduling.heartbeat import HeartbeatState
-from .scheduling.overlap import CostModel
 from .scheduling.scheduler import Drafter, Scheduler
-from .settings.cost_group import group_of
 from .settings.exchange_build import OpenBackEnd, build_exchange, with_back_ends
 from .settings.kv_connectors import build_hand_over
 from .settings.runner_choice import build_runner
-from .settings.settling import Settled, full_step
-from .weights.checkpoint import TensorSource, open_checkpoint
-from .weights.dummy import DummyCheckpoint
-from .weights.hardware import read_hardware
+from .settings.settling import Settled
+from .settings.step_costs import overlap_state, step_budget
+from .weights.checkpoint import TensorSource
 from .weights.memory import MemoryPlan
-from .weights.node_loading import LoadedRank, load_rank
 from .weights.node_share import NodePeers
-from .weights.progress import OnProgress, counted
+from .weights.progress import OnProgress
 from .weights.startup import LoadReport
-from .weights.weights import DecoderWeights, bytes_to_read, held_tensors, load_banks, load_shared, verify_held
+from .weights.weights import DecoderWeights
 
 OnPlan = Callable[[MemoryPlan], None]
 
@@ -117,7 +110,7 @@ def assemble(
                   share
     instruments   what a benchmark wants measured; None: nothing
     """
-    overlap = _overlap(settled)
+    overlap = overlap_state(settled)
     if settled.config.cpu_threads is not None:
         torch.set_num_threads(settled.config.cpu_threads)
     if on_plan is not None:
@@ -125,11 +118,11 @@ def assemble(
     source = weight_source(settled, turn=(peers.place, peers.size) if peers is not None else (0, 1))
     report = None
     if peers is not None:
-        loaded = _load_with(peers, settled, source, on_progress)
+        loaded = load_with(peers, settled, source, on_progress)
         weights, report = [loaded.weights], loaded.report
     else:
         weights = load_ranks(settled, source, [seat.transport.rank for seat in seats], on_progress)
-    budget = _budget(settled)
+    budget = step_budget(settled)
     if drafter is not None:
         drafter = partial(_guarded, drafter, settled.model.vocab_size)
     told: list[str] = []
@@ -157,90 +150,8 @@ def assemble(
     )
 
 
-def weight_source(settled: Settled, *, turn: tuple[int, int] = (0, 1)) -> TensorSource:
-    """Where weights come from; `turn` is (place, number) among processes that read together."""
-    config = settled.config
-    if config.load_format == "dummy":
-        return DummyCheckpoint(settled.model, seed=config.seed)
-    return open_checkpoint(config.model, settled.model, turn=turn)
-
-
-def load_ranks(
-    settled: Settled, source: TensorSource, ranks: Sequence[int], on_progress: OnProgress | None
-) -> list[DecoderWeights]:
-    """One rank's weights after the other; every tensor that any rank holds is verified before the first is read."""
-    model, placements = settled.model, settled.placements
-    verify_held(source, model, placements, ranks=ranks)
-    names = {name for rank in ranks for name in held_tensors(model, placements, rank)}
-    progress = counted(on_progress, total=bytes_to_read(source, names))
-    shared = load_shared(
-        source,
-        model,
-        dtype=settled.dtype,
-        device=settled.device,
-        keep_fp8=settled.keep_shared_fp8,
-        progress=progress,
-    )
-    return [DecoderWeights.join(shared, _banks(settled, source, rank, progress)) for rank in ranks]
-
-
-def _load_with(peers: NodePeers, settled: Settled, source: TensorSource, on_progress: OnProgress | None) -> LoadedRank:
-    return load_rank(
-        source,
-        settled.model,
-        settled.placements,
-        peers=peers,
-        dtype=settled.dtype,
-        device=settled.device,
-        keep_fp8=settled.keep_fp8,
-        keep_shared_fp8=settled.keep_shared_fp8,
-        on_progress=on_progress,
-    )
-
-
-def _banks(
-    settled: Settled, source: TensorSource, rank: int, progress: Callable[[int], None]
-) -> tuple[ExpertBank | None, ...]:
-    return load_banks(
-        source,
-        settled.model,
-        settled.placements,
-        rank=rank,
-        dtype=settled.dtype,
-        device=settled.device,
-        keep_fp8=settled.keep_fp8,
-        progress=progress,
-    )
-
-
 def _guarded(drafter: Drafter, vocab_size: int, request: Request) -> list[int]:
     return check_drafts(drafter(request), vocab_size)
-
-
-def _budget(settled: Settled) -> StepBudget | None:
-    """How many prompt tokens a step may hold by the cost model, when a latency target is set."""
-    config = settled.config
-    if config.cadence.itl_target_ms is None:
-        return None
-    return ItlBudget(costs=StepCosts(_operations(settled)), target_ms=config.cadence.itl_target_ms)
-
-
-def _overlap(settled: Settled) -> OverlapState:
-    """When steps are cut, with the cost model where the device is known. ValueError for what it cannot be."""
-    config = settled.config
-    if config.overlap.dbo != "auto" or config.hardware is None:
-        return OverlapState(config=config.overlap)
-    hardware = read_hardware(config.hardware)
-    return OverlapState(config=config.overlap, model=CostModel.of(_operations(settled), config.overlap, hardware))
-
-
-def _operations(settled: Settled) -> Operations:
-    """Times of this model's operations in this group, by the file that says what the device is."""
-    config = settled.config
-    group = group_of(config, settled.model, tokens=full_step(config), capacities=settled.capacities)
-    return read_device_costs(config.hardware or "").operations(
-        CostShape.of(settled.model, fp8_cache=settled.cache_row.fp8), group
-    )
 
 
 def _worker(

@@ -23,7 +23,7 @@ from ep.blueprint import Blueprint
 from ep.lanes import LANES, LanedTransport
 from ep.stand_in import Script, StandIn, land, least_level
 
-from ..assembly import build_decoder, load_ranks, weight_source
+from ..assembly import build_decoder
 from ..failure.recorder import Unwatched
 from ..forward.batch import RequestTable
 from ..forward.decoder import Decoder
@@ -34,6 +34,7 @@ from ..graphs.graphs import GraphRunner
 from ..graphs.runner import EagerRunner
 from ..graphs.switch import Switch
 from ..graphs.sync_guard import NoGuard
+from ..loading import load_ranks, weight_source
 from ..loop.launcher import Launcher
 from ..model.model_config import read_model_config
 from ..requests.request import Request

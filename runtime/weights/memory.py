@@ -9,6 +9,7 @@ are exact. Activations are an upper estimate of what the reference path holds at
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 from attention_mla import fp8_row_bytes, mla_shapes
 from eplb.migration import pool_bytes
@@ -265,9 +266,11 @@ def _number_bytes(model: ModelConfig, numbers: MemoryNumbers) -> NumberBytes:
 
 def _packed_bytes(model: ModelConfig, weights: WeightBytes, numbers: MemoryNumbers) -> int:
     """Copies of what is multiplied with rows in the run dtype: neither norms nor the router and the head, which are
-    wide."""
-    norms = sum([shape[0] for shape in mla_shapes(model.mla).values() if len(shape) == 1])
-    attention = weights.attention - model.num_layers * norms * numbers.dtype_bytes
+    wide. kv_b is there twice: whole, for prompts, and by head."""
+    shapes = mla_shapes(model.mla)
+    norms = sum([shape[0] for shape in shapes.values() if len(shape) == 1])
+    heads = prod(shapes["kv_b_proj.weight"])
+    attention = weights.attention + model.num_layers * (heads - norms) * numbers.dtype_bytes
     return weights.experts + weights.shared + weights.dense + attention
 
 

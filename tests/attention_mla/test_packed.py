@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from attention_mla import attention_ops
-from attention_mla.packed import PackedLinear
+from attention_mla.packed import PackedHeads, PackedLinear
+from attention_mla.weights import MlaWeights, mla_shapes
 
 pytestmark = pytest.mark.skipif(
     not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
@@ -53,6 +54,20 @@ def test_each_weight_is_packed_once_and_none_is_taken_for_another():
     for found, again, weight_ND in zip(first, [linear(x_TD, each) for each in weights], kept, strict=True):
         assert torch.equal(found, again)
         assert_rounded(found, x_TD.double() @ weight_ND.double().T)
+
+
+def test_heads_lie_one_after_the_other_and_are_packed_once(make_config: Any):
+    config = make_config()
+    weights = MlaWeights.build(
+        config, {name: drawn(*shape, seed=seed) for seed, (name, shape) in enumerate(mla_shapes(config).items())}
+    )
+    heads, packed = weights.heads, PackedHeads()
+    found = packed(weights)
+    assert packed(weights) is found
+    for half, plain in zip(found, heads, strict=True):
+        assert half.is_contiguous()
+        assert not plain.is_contiguous()
+        assert torch.equal(half, plain)
 
 
 @pytest.mark.parametrize("q_lora_rank", [None, 10])

@@ -61,7 +61,7 @@ class Case:
         rows = view_of([self.span], page_size=self.page_size, max_absorbed_tokens=count, tiling=tiling).decode
         out_RHV = absorbed_attention(
             self.queries.take(rows.tokens_R),
-            self.weights,
+            self.weights.heads,
             latents=self.cache.rows(0),
             rows=rows,
             softmax_scale=self.config.softmax_scale,

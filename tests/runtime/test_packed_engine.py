@@ -14,6 +14,7 @@ from torch import Tensor
 
 import attention_mla.packed
 import moe.packed
+from attention_mla.weights import HeadWeights
 from runtime import CacheConfig, Engine, EngineConfig, RequestOutput, SamplingParams, thread_ranks
 from runtime.requests.request import Request
 
@@ -68,8 +69,13 @@ def test_the_plan_counts_the_bytes_that_are_packed(small_v3: Path, monkeypatch: 
 
         return count
 
+    def heads_of(*halves: Tensor) -> HeadWeights:
+        packed.extend(half.nbytes for half in halves)
+        return HeadWeights(*halves)
+
     for module in (attention_mla.packed, moe.packed):
         monkeypatch.setattr(module, "_pack", counting(module._pack))
+    monkeypatch.setattr(attention_mla.packed, "HeadWeights", heads_of)
     prompts = [[(7 * place + 31 * request) % 150 + 2 for place in range(60)] for request in range(4)]
     with Engine(config("onednn", model=str(small_v3), load_format="dummy")) as engine:
         engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=2))
