@@ -1,7 +1,7 @@
 """Matmul in fp8 for projections: activations with a scale a row and 128 columns, weights with one a 128 x 128 block.
 
 Products of a block are summed in the matrix unit, blocks in float32 by ascending column: always the same order, never
-cut among programs, so a row does not depend on how many there are. `linear_blocks` is the same in torch.
+cut among programs, so a row does not depend on how many there are. `matrix.linear_blocks` is the same in torch.
 
 Letters: T tokens here, D inputs, N outputs, G = ceil(D / 128) and Q = ceil(N / 128) blocks.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .e4m3_kernels import INTERPRETED
 
-__all__ = ["LINEAR_OPTIONS", "fp8_linear", "linear_blocks", "linear_constants"]
+__all__ = ["LINEAR_OPTIONS", "fp8_linear", "linear_constants"]
 
 TILE_T, TILE_N, BLOCK = 64, 128, 128
 LINEAR_OPTIONS = {"num_warps": 4, "num_stages": 4}
@@ -93,11 +93,3 @@ def fp8_linear(
 def linear_constants(num_outputs: int, dim: int) -> dict[str, Any]:
     """What the kernel is compiled for."""
     return {"N": num_outputs, "D": dim, "TILE_T": TILE_T, "TILE_N": TILE_N, "BLOCK": BLOCK, "UPCAST": INTERPRETED}
-
-
-def linear_blocks(x_TD: Tensor, x_scales_TG: Tensor, weight_ND: Tensor, weight_scales_QG: Tensor) -> Tensor:
-    """[T, N] in float64: both sides widened, then one matmul."""
-    x_scale_TD = x_scales_TG.double().repeat_interleave(BLOCK, dim=1)[:, : x_TD.shape[1]]
-    rows_NG = weight_scales_QG.double().repeat_interleave(BLOCK, dim=0)[: weight_ND.shape[0]]
-    weight_scale_ND = rows_NG.repeat_interleave(BLOCK, dim=1)[:, : weight_ND.shape[1]]
-    return (x_TD.double() * x_scale_TD) @ (weight_ND.double() * weight_scale_ND).T

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "Fp8Matrix", "Fp8Rows", "Matrix", "Rows", "num_blocks", "num_rows", "plain"]
+__all__ = ["BLOCK", "Fp8Matrix", "Fp8Rows", "Matrix", "Rows", "linear_blocks", "num_blocks", "num_rows", "plain"]
 
 BLOCK = 128
 
@@ -56,3 +56,11 @@ def plain(either: Tensor | Fp8Matrix | Fp8Rows) -> Tensor:
     """A matrix or rows of which the caller knows that they are not in fp8."""
     assert isinstance(either, Tensor), f"{type(either).__name__} where there are no kernels for it"
     return either
+
+
+def linear_blocks(x_TD: Tensor, x_scales_TG: Tensor, weight_ND: Tensor, weight_scales_QG: Tensor) -> Tensor:
+    """[T, N] in float64: both sides widened, then one matmul."""
+    x_scale_TD = x_scales_TG.double().repeat_interleave(BLOCK, dim=1)[:, : x_TD.shape[1]]
+    rows_NG = weight_scales_QG.double().repeat_interleave(BLOCK, dim=0)[: weight_ND.shape[0]]
+    weight_scale_ND = rows_NG.repeat_interleave(BLOCK, dim=1)[:, : weight_ND.shape[1]]
+    return (x_TD.double() * x_scale_TD) @ (weight_ND.double() * weight_scale_ND).T

@@ -14,16 +14,15 @@ from torch.nn import functional
 
 from .cache import LatentCache
 from .config import MlaConfig
-from .latent_rows import LatentRows, Latents
+from .latent_rows import Latents
 from .matrix import Matrix, Rows, plain
 from .norm import rms_norm
 from .packed import PackedHeads, PackedLinear
-from .reference import Queries, absorbed_attention, latent_attention, naive_attention
+from .reference import Queries, absorbed_attention, naive_attention
 from .rope import Rotation, rotate
-from .splits import DecodeRows
 from .triton_ops import TritonOps, import_kernels
 from .view import PagedView
-from .weights import MlaWeights
+from .weights import HeadWeights, MlaWeights
 
 __all__ = ["REFERENCE", "AttentionOps", "Latents", "TritonOps", "attention_ops", "interpreted"]
 
@@ -124,16 +123,11 @@ class ReferenceOps:
         over = {"latents": cache.rows(layer), "softmax_scale": config.softmax_scale}
         rows = view.decode
         if rows.num_rows:
-            heads_RHV = self._absorbed(queries.take(rows.tokens_R), weights, rows=rows, **over)
+            heads_RHV = absorbed_attention(queries.take(rows.tokens_R), self._heads(weights), rows=rows, **over)
             out_THV.index_copy_(0, rows.tokens_R, heads_RHV)
         for prompt in view.prompts:
             part = queries.part(prompt.tokens)
-            out_THV[prompt.tokens] = naive_attention(part, weights, prompt=prompt, **over)
-
-    def _absorbed(
-        self, own: Queries, weights: MlaWeights, *, latents: LatentRows, rows: DecodeRows, softmax_scale: float
-    ) -> Tensor:
-        return absorbed_attention(own, weights, latents=latents, rows=rows, softmax_scale=softmax_scale)
+            out_THV[prompt.tokens] = naive_attention(part, weights, prompt=prompt, linear=self.linear, **over)
 
     def linear(self, x: Rows, matrix: Matrix) -> Tensor:
         return functional.linear(plain(x), plain(matrix))
@@ -160,24 +154,22 @@ class ReferenceOps:
         sum_TD = x_TD if update_TD is None else x_TD + update_TD
         return sum_TD, rms_norm(sum_TD, weight_D, eps)
 
+    def _heads(self, weights: MlaWeights) -> HeadWeights:
+        return weights.heads
+
 
 class OneDnnOps(ReferenceOps):
     """In torch on a CPU, in bf16, with weights in the layout that oneDNN's matmuls read."""
 
     def __init__(self, *, comm_sms: int = 0) -> None:
         super().__init__(comm_sms=comm_sms)
-        self._linear = PackedLinear()
-        self._heads = PackedHeads()
-
-    def _absorbed(
-        self, own: Queries, weights: MlaWeights, *, latents: LatentRows, rows: DecodeRows, softmax_scale: float
-    ) -> Tensor:
-        absorbed_RHC = self._heads.absorb(own.nope_THN, weights)
-        mean_RHC = latent_attention(absorbed_RHC, own.rope_THP, latents=latents, rows=rows, softmax_scale=softmax_scale)
-        return self._heads.expand(mean_RHC, weights)
+        self._linear, self._packed_heads = PackedLinear(), PackedHeads()
 
     def linear(self, x: Rows, matrix: Matrix) -> Tensor:
         return self._linear(plain(x), plain(matrix))
+
+    def _heads(self, weights: MlaWeights) -> HeadWeights:
+        return self._packed_heads(weights)
 
 
 REFERENCE = ReferenceOps()

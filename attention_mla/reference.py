@@ -12,6 +12,7 @@ Letters: T tokens here, R decode rows, H heads, S context positions, C latent ra
 N query/key head size without rope, V value head size, Q = N + P.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,11 +22,14 @@ from torch.nn import functional
 
 from .latent_rows import LatentRows
 from .norm import wide
-from .splits import UNSEEN, DecodeRows
+from .splits import UNSEEN, DecodeRows, DecodeSplit
 from .view import Prompt
-from .weights import MlaWeights
+from .weights import HeadWeights, MlaWeights
 
 __all__ = ["Partial", "Queries", "absorbed_attention", "latent_attention", "merge", "naive_attention"]
+
+TILE_BYTES = 2 << 20
+"""Latents of decode rows that are widened at once: few enough to be in a CPU's cache still when they are multiplied."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,17 +66,17 @@ def merge(earlier: Partial, later: Partial) -> Partial:
 
 
 def absorbed_attention(
-    queries: Queries, weights: MlaWeights, *, latents: LatentRows, rows: DecodeRows, softmax_scale: float
+    queries: Queries, heads: HeadWeights, *, latents: LatentRows, rows: DecodeRows, softmax_scale: float
 ) -> Tensor:
     """Each row over its own context, in latent space; [R, H, V] in the run dtype.
 
     `queries` are the rows' in the order of `rows.tokens_R`; `latents` is one layer of the cache.
     """
-    absorbed_HRC = torch.bmm(queries.nope_THN.transpose(0, 1), weights.w_uk_HNC)
+    absorbed_HRC = torch.bmm(queries.nope_THN.transpose(0, 1), heads.w_uk_HNC)
     mean_RHC = latent_attention(
         absorbed_HRC.transpose(0, 1), queries.rope_THP, latents=latents, rows=rows, softmax_scale=softmax_scale
     )
-    return torch.bmm(mean_RHC.transpose(0, 1), weights.w_uv_HVC.transpose(1, 2)).transpose(0, 1)
+    return torch.bmm(mean_RHC.transpose(0, 1), heads.w_uv_HCV).transpose(0, 1)
 
 
 def latent_attention(
@@ -95,23 +99,44 @@ def latent_attention(
 
 def _absorbed_split(query_RHW: Tensor, latents: LatentRows, rows: DecodeRows, number: int, rank: int) -> Partial:
     split = rows.splits[number]
-    latents_RSW = latents.take_blocks(split.blocks, rows.block_size).view(split.num_rows, -1, query_RHW.shape[2])
+    row_bytes = split.num_positions * query_RHW.shape[2] * query_RHW.dtype.itemsize
+    some = max(1, TILE_BYTES // row_bytes)
+    tiles = [range(first, min(first + some, split.num_rows)) for first in range(0, split.num_rows, some)]
+    parts = [_absorbed_tile(query_RHW, latents, rows, split, tile, rank) for tile in tiles]
+    if len(parts) == 1:
+        return parts[0]
+    return Partial(torch.cat([part.mean for part in parts]), torch.cat([part.lse for part in parts]))
+
+
+def _absorbed_tile(
+    query_RHW: Tensor, latents: LatentRows, rows: DecodeRows, split: DecodeSplit, tile: range, rank: int
+) -> Partial:
+    """Some consecutive rows over one split of their context."""
+    num_blocks = split.blocks.shape[0] // split.num_rows
+    blocks = split.blocks[tile.start * num_blocks : tile.stop * num_blocks]
+    latents_RSW = latents.take_blocks(blocks, rows.block_size).view(len(tile), -1, query_RHW.shape[2])
     latents_RSW = latents_RSW[:, : split.num_positions].to(query_RHW.dtype)
-    unseen_E1S = split.unseen_E1S
+    unseen_E1S = split.unseen_in(tile)
     if unseen_E1S is not None and rows.see_each_other:  # a wrong draft's NaN would count even with a share of 0
         latents_RSW[-unseen_E1S.shape[0] :].masked_fill_(unseen_E1S.transpose(1, 2), 0)
-    scores_RHS = torch.bmm(query_RHW[: split.num_rows], latents_RSW.transpose(1, 2))
+    scores_RHS = torch.bmm(query_RHW[tile.start : tile.stop], latents_RSW.transpose(1, 2))
     if unseen_E1S is not None:
         scores_RHS[-unseen_E1S.shape[0] :].masked_fill_(unseen_E1S, UNSEEN)
     return _softmax_mean(scores_RHS, latents_RSW[..., :rank])
 
 
 def naive_attention(
-    queries: Queries, weights: MlaWeights, *, latents: LatentRows, prompt: Prompt, softmax_scale: float
+    queries: Queries,
+    weights: MlaWeights,
+    *,
+    latents: LatentRows,
+    prompt: Prompt,
+    softmax_scale: float,
+    linear: Callable[[Tensor, Tensor], Tensor] = functional.linear,
 ) -> Tensor:
     """A prompt's tokens over their context and themselves, all read back from the cache; [T, H, V] in the run dtype.
 
-    `queries` are the prompt's tokens only; `latents` is one layer of the cache.
+    `queries` are the prompt's tokens only; `latents` is one layer of the cache; `linear` takes (rows, weight).
     """
     query_HTQ = torch.cat((queries.nope_THN, queries.rope_THP), dim=-1).transpose(0, 1)
     query_HTQ = query_HTQ.to(wide(query_HTQ.dtype)) * softmax_scale
@@ -119,7 +144,7 @@ def naive_attention(
 
     merged: list[Partial] = []
     for chunk in prompt.chunks:
-        keys_HQS, values_HSV = _up_project(latents.take(chunk.places_S), weights)
+        keys_HQS, values_HSV = _up_project(latents.take(chunk.places_S), weights, linear)
         for number, bias_TS in enumerate(chunk.biases, start=chunk.first_block):
             scores_HTS = torch.bmm(blocks[number], keys_HQS)
             if bias_TS is not None:
@@ -132,10 +157,12 @@ def naive_attention(
     return torch.cat([part.mean for part in merged], dim=1).transpose(0, 1).to(latents.dtype)
 
 
-def _up_project(latents_SW: Tensor, weights: MlaWeights) -> tuple[Tensor, Tensor]:
+def _up_project(
+    latents_SW: Tensor, weights: MlaWeights, linear: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
     """Keys [H, Q, S] and values [H, S, V] of some positions, wide."""
     heads, nope, rank = weights.w_uk_HNC.shape
-    up_SHU = functional.linear(latents_SW[:, :rank], weights.kv_b_UC).unflatten(-1, (heads, -1))
+    up_SHU = linear(latents_SW[:, :rank], weights.kv_b_UC).unflatten(-1, (heads, -1))
     rope_SHP = latents_SW[:, None, rank:].expand(-1, heads, -1)
     keys_SHQ = torch.cat((up_SHU[..., :nope], rope_SHP), dim=-1)
     dtype = wide(latents_SW.dtype)

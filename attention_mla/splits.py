@@ -46,6 +46,13 @@ class DecodeSplit(NamedTuple):
     """bool, of the last E of these rows, which end in this split: whether a position is past their end. None: nobody
     ends here."""
 
+    def unseen_in(self, tile: range) -> Tensor | None:
+        """`unseen_E1S` of consecutive rows; the last ones of them, again. None: none of these ends here."""
+        first = self.num_rows - (0 if self.unseen_E1S is None else self.unseen_E1S.shape[0])
+        if self.unseen_E1S is None or tile.stop <= first:
+            return None
+        return self.unseen_E1S[max(tile.start - first, 0) : tile.stop - first]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeRows:

@@ -22,6 +22,7 @@ from .matrix import Fp8Matrix, Fp8Rows, Matrix, Rows, num_blocks, plain
 from .prompt import flash_attention
 from .reference import Queries
 from .rope import Rotation
+from .scaled_products import ChosenProduct, timed_us, torch_product
 from .view import PagedView
 from .weights import MlaWeights
 
@@ -43,13 +44,15 @@ class DecodePlan:
 
 
 class TritonOps:
-    """See `ops.AttentionOps`. `comm_sms` multiprocessors are left to whoever sends rows."""
+    """See `ops.AttentionOps`. `comm_sms` multiprocessors are left to whoever sends rows. `chosen`: on a GPU, whose
+    products of fp8 blocks run."""
 
     def __init__(self, *, comm_sms: int = 0, split_tokens: int = SPLIT_TOKENS) -> None:
         self._comm_sms = comm_sms
         self._split_tokens = split_tokens
         self._append, self._norm = import_kernels("append_kernels"), import_kernels("norm_kernels")
         self._quant, self._linear = import_kernels("quant_kernels"), import_kernels("linear_kernels")
+        self.chosen = ChosenProduct(self._product, torch_product, timed_us=timed_us)
         self._work, self._decode, self._merge = (
             import_kernels(f"{name}_kernels") for name in ("work", "decode", "merge")
         )
@@ -152,9 +155,12 @@ class TritonOps:
         if isinstance(x, Tensor):
             x_TD, x = x, _fp8_rows(x)
             self._quant.quantise(x_TD, values_TD=x.values_TD, scales_TG=x.scales_TG)
-        num_tokens, num_outputs = x.values_TD.shape[0], matrix.values_ND.shape[0]
-        out_TN = torch.empty(num_tokens, num_outputs, dtype=x.dtype, device=x.values_TD.device)
-        self._linear.fp8_linear(x.values_TD, x.scales_TG, matrix.values_ND, matrix.scales_QG, out_TN=out_TN)
+        return self.chosen(x, matrix) if matrix.values_ND.is_cuda else self._product(x, matrix)
+
+    def _product(self, rows: Fp8Rows, matrix: Fp8Matrix) -> Tensor:
+        values_TD, device = rows.values_TD, rows.values_TD.device
+        out_TN = torch.empty(values_TD.shape[0], matrix.values_ND.shape[0], dtype=rows.dtype, device=device)
+        self._linear.fp8_linear(values_TD, rows.scales_TG, matrix.values_ND, matrix.scales_QG, out_TN=out_TN)
         return out_TN
 
     def norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, *, before: Matrix | None = None) -> Rows:

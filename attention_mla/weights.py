@@ -8,6 +8,7 @@ A query latent rank, X = (A, or H*Q without a query latent) + C + P.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from .config import MlaConfig
 from .matrix import BLOCK, Matrix
 
-__all__ = ["MlaWeights", "down_names", "fp8_names", "mla_shapes"]
+__all__ = ["HeadWeights", "MlaWeights", "down_names", "fp8_names", "mla_shapes"]
 
 
 def mla_shapes(config: MlaConfig) -> dict[str, tuple[int, ...]]:
@@ -53,6 +54,13 @@ def fp8_names(config: MlaConfig) -> frozenset[str]:
     names = {"o_proj.weight"} | ({"q_b_proj.weight"} if config.q_lora_rank is not None else set())
     first, second = down_names(config)
     return frozenset(names if mla_shapes(config)[first][0] % BLOCK else names | {first, second})
+
+
+class HeadWeights(NamedTuple):
+    """The two halves of kv_b, head by head, as decode rows are multiplied with them."""
+
+    w_uk_HNC: Tensor
+    w_uv_HCV: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,3 +101,8 @@ class MlaWeights:
             w_uv_HVC=per_head[:, config.qk_nope_head_dim :],
             o_DU=tensors["o_proj.weight"],
         )
+
+    @property
+    def heads(self) -> HeadWeights:
+        """Views of the memory of `kv_b_UC`."""
+        return HeadWeights(self.w_uk_HNC, self.w_uv_HVC.transpose(1, 2))

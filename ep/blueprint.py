@@ -10,9 +10,14 @@ from .bounded import bounded_bytes
 from .capacity import CapacityPlan, HopPlaces, HopShape, hop_shapes, places_of, uniform_plan
 from .config import ExchangeConfig
 from .hops import HopSpec
+from .nccl_ep_hop import nccl_ep_bytes
 from .rows import CODECS, BackFormat, Codec, RowFormat, wide
+from .symmetric_hop import row_align, symmetric_bytes
 from .terms import MOST_LEVEL
 from .topology import Topology
+
+BACK_END_BYTES = {"nccl_ep": nccl_ep_bytes, "symmetric": symmetric_bytes}
+"""Bytes of `HopBuffers` (out, in) that a back end's hop takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +40,11 @@ class Blueprint:
 
     @property
     def row(self) -> RowFormat:
-        return RowFormat(self.top_k, wide(self.dtype), self.codec.value_bytes)
+        return RowFormat(self.top_k, wide(self.dtype), self.codec.value_bytes, self._align)
+
+    @property
+    def _align(self) -> int:
+        return row_align(self.topology.num_ranks) if self.config.exchange == "symmetric" else 16
 
     @property
     def codec(self) -> Codec:
@@ -55,7 +64,7 @@ class Blueprint:
                 most_rows=most_rows,
                 rows_back=fewest if self.config.combine == "ranks" else self.top_k,
                 row=self.row,
-                back=BackFormat(self.hidden, self.config.wire_dtype(self.dtype)),
+                back=BackFormat(self.hidden, self.config.wire_dtype(self.dtype), self._align),
             )
             specs.append(spec)
             most_rows = spec.most_landing
@@ -78,13 +87,24 @@ class Blueprint:
                 size(self.config.round_tokens, MOST_LEVEL) for size in (places.dispatch, places.combine)
             )
             blocks = bounded_bytes(self.specs[hop], dispatch=dispatch, combine=combine)
-            sizes[hop] = max(sizes[hop][0], blocks[0]), max(sizes[hop][1], blocks[1])
+            sizes[hop] = _larger(sizes[hop], blocks)
+        if self.config.exchange in BACK_END_BYTES:
+            sizes[0] = _larger(sizes[0], BACK_END_BYTES[self.config.exchange](self.specs[0]))
         return sizes
+
+    @property
+    def num_bytes(self) -> int:
+        """What an Exchange allocates for one track; see `buffer_bytes`, the function."""
+        return sum(out + into for out, into in self.buffer_bytes)
 
     @property
     def _shapes(self) -> tuple[HopShape, ...]:
         slots_per_rank = self.num_slots // self.topology.num_ranks
         return hop_shapes(self.topology, slots_per_rank=slots_per_rank, hierarchical=self.config.hierarchical == "on")
+
+
+def _larger(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return max(one[0], other[0]), max(one[1], other[1])
 
 
 def buffer_bytes(
@@ -114,4 +134,4 @@ def buffer_bytes(
         config=config,
         plan=plan,
     )
-    return num_tracks * sum(out + into for out, into in blueprint.buffer_bytes)
+    return num_tracks * blueprint.num_bytes

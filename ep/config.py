@@ -8,7 +8,9 @@ from typing import Literal, get_args
 
 import torch
 
-ExchangeMode = Literal["auto", "exact", "bounded"]
+ExchangeMode = Literal["auto", "exact", "bounded", "nccl_ep", "symmetric"]
+BACK_ENDS: tuple[ExchangeMode, ...] = ("nccl_ep", "symmetric")
+"""Modes in which something other than the transport carries the rows; see `back_ends`."""
 Switch = Literal["auto", "on", "off"]
 CombineMode = Literal["ranks", "slots"]
 DispatchDtype = Literal["run", "fp8"]
@@ -32,7 +34,8 @@ class ExchangeConfig:
 
     exchange: ExchangeMode = "auto"
     """exact tells how many rows come before it sends them, and needs the host for it; bounded sends blocks of a fixed
-    size, and runs a step again when rows did not fit. auto chooses by what they cost."""
+    size, and runs a step again when rows did not fit; nccl_ep (NVIDIA's expert-parallel library) and symmetric (torch's
+    symmetric memory) carry rows between GPUs without padding. auto chooses by what they cost."""
 
     hierarchical: Switch = "auto"
     """Whether a token travels once to each node, and inside the node from there; auto chooses by what it costs."""
@@ -63,6 +66,16 @@ class ExchangeConfig:
                 f"round_tokens = {reprlib.repr(self.round_tokens)}: must be at most {MOST_ROUND_TOKENS}, "
                 "for example 1024"
             )
+
+        if self.exchange in BACK_ENDS:
+            self._refuse_more_than_straight()
+
+    def _refuse_more_than_straight(self) -> None:
+        """ValueError for what the back ends cannot: they go to every rank by themselves, and one row comes back."""
+        asked = {"combine": (self.combine, "ranks"), "hierarchical": (self.hierarchical, "off")}
+        for field, (value, legal) in asked.items():
+            if value not in (legal, "auto"):
+                raise ValueError(f"{field} = {value!r}: with exchange {self.exchange} it must be {legal}")
 
     @property
     def is_settled(self) -> bool:

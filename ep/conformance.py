@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .batches import ROUTINGS, GlobalBatch, count_off, expert, make_batch
+from .blueprint import Blueprint
 from .capacity import CapacityPlan
 from .config import ExchangeConfig
 from .exchange import Arrivals, Exchange
 from .ops import ExchangeOps
+from .parts import BackEnd
 from .reference import dense_combine
 from .rows import CODECS, RowFormat
 from .terms import Terms
@@ -153,9 +156,12 @@ def check_exchange(
     routings: Sequence[str] = ROUTINGS,
     repeats: int = 1,
     ops: ExchangeOps | None = None,
+    back_end: Callable[[Blueprint], BackEnd | None] | None = None,
+    in_order: bool = True,
 ) -> None:
     """Dispatch and combine of every routing, then again `repeats` times, against the prediction of what arrives and the
-    dense sum. A bounded exchange has to have room for everything: in a plan that leaves nothing behind."""
+    dense sum. A bounded exchange has to have room for everything: in a plan that leaves nothing behind. in_order: rows
+    of one source have to lie as they were sent; a back end may bring them in any order."""
     topology = Topology(num_ranks=transport.size, node_size=node_size or transport.size)
     steps = itertools.count()
     for top_k in top_ks:
@@ -171,7 +177,9 @@ def check_exchange(
             topology=topology,
             plan=plan,
             ops=ops,
+            back_end=back_end,
         )
+        exchange_once = partial(exchange_batch, exchange, rank=transport.rank, topology=topology, in_order=in_order)
         for routing in routings:
             batch = make_batch(
                 routing,
@@ -183,9 +191,9 @@ def check_exchange(
                 node_size=topology.node_size,
             )
             what = f"{routing}, top-{top_k}, {dtype}, {config}, {topology}, rank {transport.rank}"
-            first = exchange_batch(exchange, batch, rank=transport.rank, step=next(steps), topology=topology)
+            first = exchange_once(batch, step=next(steps))
             for _ in range(repeats):
-                again = exchange_batch(exchange, batch, rank=transport.rank, step=next(steps), topology=topology)
+                again = exchange_once(batch, step=next(steps))
                 same(again, first, f"repeated, {what}")
             overflow = exchange.take_overflow()
             assert overflow is None or not overflow, f"something was left behind, {what}"
@@ -194,6 +202,7 @@ def check_exchange(
             x_TD = as_dispatched(batch.x_GD[own], config)
             truth = dense_combine(x_TD, batch.slots_GK[own], batch.weights_GK[own], expert)
             _check_sum(first, truth, f"combine, {what}")
+        exchange.close()
 
 
 def as_dispatched(x_TD: Tensor, config: ExchangeConfig) -> Tensor:
@@ -211,6 +220,7 @@ def exchange_batch(
     step: int,
     topology: Topology | None = None,
     exact: bool = False,
+    in_order: bool = True,
 ) -> Tensor:
     """Send this rank's part of the batch through all rounds, checking every arrival; [T, D]."""
     topology = topology or Topology(num_ranks=len(batch.num_tokens_R), node_size=len(batch.num_tokens_R))
@@ -221,7 +231,9 @@ def exchange_batch(
     for number, part in enumerate(exchange.round_slices(x.shape[0], terms)):
         tag = Tag(step, 0, 0, number, Kind.CHECK)
         arrivals = exchange.dispatch(x[part], slots[part], weights[part], tag=tag, terms=terms).wait()
-        _check_arrivals(arrivals, batch, exchange=exchange, rank=rank, number=number, topology=topology)
+        _check_arrivals(
+            arrivals, batch, exchange=exchange, rank=rank, number=number, topology=topology, in_order=in_order
+        )
         counts_L += torch.bincount(arrivals.slots_M, minlength=exchange.slots_per_rank)
         y = expert(arrivals.x_ND[arrivals.rows_M], arrivals.slots_M + first_slot)
         outputs.append(exchange.combine(y, arrivals, tag=tag).wait())
@@ -231,7 +243,14 @@ def exchange_batch(
 
 
 def _check_arrivals(
-    arrivals: Arrivals, batch: GlobalBatch, *, exchange: Exchange, rank: int, number: int, topology: Topology
+    arrivals: Arrivals,
+    batch: GlobalBatch,
+    *,
+    exchange: Exchange,
+    rank: int,
+    number: int,
+    topology: Topology,
+    in_order: bool,
 ) -> None:
     """Rows with a slot here are those that the batch has for it, by source; other rows are nobody's."""
     here_GK = (batch.slots_GK >= 0) & (batch.slots_GK // exchange.slots_per_rank == rank)
@@ -243,6 +262,8 @@ def _check_arrivals(
         sent = sent[by_place.argsort(stable=True)]
     what = f"rank {rank}, round {number}"
     used_N = (arrivals.slots_NK >= 0).any(1)
+    if not in_order:
+        sent = sent[_as_arrived(arrivals.x_ND[used_N], as_dispatched(batch.x_GD[sent], exchange.config))]
     same(arrivals.x_ND[used_N], as_dispatched(batch.x_GD[sent], exchange.config), f"rows, {what}")
     same(arrivals.source_N[used_N], batch.source_G[sent], f"sources, {what}")
     rows_M = used_N.nonzero()[:, 0][here_GK[sent].nonzero()[:, 0]]
@@ -250,6 +271,13 @@ def _check_arrivals(
     slots_M = batch.slots_GK[sent][here_GK[sent]] - rank * exchange.slots_per_rank
     same(arrivals.slots_M, slots_M, f"slots of pairs, {what}")
     same(arrivals.weights_M, batch.weights_GK[sent][here_GK[sent]], f"weights of pairs, {what}")
+
+
+def _as_arrived(found_ND: Tensor, expected_ND: Tensor) -> Tensor:
+    """The order that brings the expected rows to where the same rows were found, as far as there are such."""
+    ranked = [sorted(range(len(rows)), key=rows.__getitem__) for rows in (found_ND.tolist(), expected_ND.tolist())]
+    order = torch.tensor(ranked[1], dtype=torch.int64)
+    return order.scatter(0, torch.tensor(ranked[0], dtype=torch.int64), order) if len(order) == len(found_ND) else order
 
 
 def _check_sum(found: Tensor, truth: Tensor, what: str) -> None:

@@ -4,8 +4,9 @@
     combine    the same way back, with what the combine mode returns
 
 What carries the rows is decided when the exchange is built: hops that tell how many rows come before they send them
-(exact), or hops with blocks of a fixed size (bounded), which may leave rows behind and then say so; one hop among all
-ranks, or two. A step with `terms.exact` takes exact hops always, through the same buffers.
+(exact), hops with blocks of a fixed size (bounded), which may leave rows behind and then say so, or hops of a back end
+that needs neither (`back_ends`); one hop among all ranks, or two. A step with `terms.exact` takes exact hops always,
+through the same buffers.
 
 Knows slots and ranks, not experts, layers' weights or why a token goes where. All ranks make the same calls: a rank
 without tokens too.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -27,10 +28,12 @@ from .bounded import BoundedHop, Faults, Overflow
 from .capacity import CapacityPlan
 from .clock import StepClock
 from .combine import COMBINES, Journey
-from .config import ExchangeConfig
+from .config import BACK_ENDS, ExchangeConfig
 from .hops import FIRST, INSIDE, ExactHop, Hop, HopBuffers, Landed, PairRows, relay
 from .layout import LocalPairs, local_pairs
 from .ops import ExchangeOps, exchange_ops
+from .own import OwnHop
+from .parts import BackEnd, HopPart
 from .rows import Codec, Fp8Codec, Rows, wide
 from .subgroup import ExchangeBytes, Meter, Subgroup
 from .sums import Sums
@@ -123,9 +126,10 @@ class Exchange:
         topology: Topology | None = None,
         plan: CapacityPlan | None = None,
         ops: ExchangeOps | None = None,
+        back_end: Callable[[Blueprint], BackEnd | None] | None = None,
     ) -> None:
         """topology: None, all ranks on one node. plan: of bounded blocks; None, what level routing needs. ops: None, in
-        torch."""
+        torch. back_end: opens what the mode needs beside the transport (`back_ends.opener`), for this one alone."""
         topology = topology or Topology(num_ranks=transport.size, node_size=transport.size)
         assert topology.num_ranks == transport.size, (topology, transport.size)
         self._blueprint = Blueprint(
@@ -140,6 +144,8 @@ class Exchange:
         self.slots_per_rank = num_slots // transport.size
         self.config = config
         self._ops = ops or exchange_ops("reference")
+        self._back_end = back_end(self._blueprint) if back_end is not None else None
+        assert (self._back_end is None) == (config.exchange not in BACK_ENDS), (self._back_end, config.exchange)
         self.rank, self.num_ranks = transport.rank, transport.size
         self.hidden, self.top_k, self.dtype = hidden, top_k, dtype
         self.device = device
@@ -152,6 +158,11 @@ class Exchange:
         groups = _groups(transport, topology, self._meter, num_hops=len(self._blueprint.specs))
         self._faults = [Faults(group, device) for group in groups]
         self._tracks = [self._build_track(groups) for _ in range(num_tracks)]
+
+    def close(self) -> None:
+        """All ranks together, when nothing is under way: what a back end holds is given back."""
+        if self._back_end is not None:
+            self._back_end.close()
 
     @property
     def may_overflow(self) -> bool:
@@ -177,7 +188,7 @@ class Exchange:
             faults.check()
 
     def take_bytes(self) -> ExchangeBytes:
-        """What this rank sent since the last call."""
+        """What this rank sent since the last call. A back end counts on the device: what it sent is not in it."""
         return self._meter.take()
 
     def num_rounds(self, bucket: int) -> int:
@@ -258,14 +269,22 @@ class Exchange:
         assert weights_TK.dtype is wide(self.dtype), (weights_TK.dtype, self.dtype)
 
     def _build_track(self, groups: Sequence[Subgroup]) -> tuple[list[Hop], list[Hop]]:
-        """(exact hops, bounded hops or none) over buffers of their own."""
+        """(exact hops, hops that the host does not wait for or none) over buffers of their own."""
         kinds = (FIRST, INSIDE)[: len(groups)]
-        buffers = [HopBuffers(*sizes, self.device) for sizes in self._blueprint.buffer_bytes]
-        parts = list(zip(groups, self._blueprint.specs, buffers, kinds, strict=True))
-        exact: list[Hop] = [ExactHop(*part, self._ops) for part in parts]
+        new = self._back_end.buffers if self._back_end else partial(HopBuffers.new, device=self.device)
+        buffers = [new(*sizes) for sizes in self._blueprint.buffer_bytes]
+        parts = [
+            HopPart(group, spec, memory, names, self._ops, faults, self._clock)
+            for group, spec, memory, names, faults in zip(
+                groups, self._blueprint.specs, buffers, kinds, self._faults, strict=True
+            )
+        ]
+        exact: list[Hop] = [OwnHop() if part.group.size == 1 else ExactHop(*part[:5]) for part in parts]
+        if self._back_end is not None:
+            return exact, [self._back_end.hop(part) for part in parts]
         bounded: list[Hop] = [
-            BoundedHop(*part, self._ops, capacities=places, overflow=self._overflow, faults=faults, clock=self._clock)
-            for part, places, faults in zip(parts, self._blueprint.places, self._faults, strict=False)
+            BoundedHop(*part[:5], capacities=places, overflow=self._overflow, faults=part.faults, clock=part.clock)
+            for part, places in zip(parts, self._blueprint.places, strict=False)
         ]
         return exact, bounded
 

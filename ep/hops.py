@@ -104,11 +104,17 @@ class HopSpec:
 class HopBuffers:
     """One hop's fixed memory on one track; each part serves the way there and then the way back."""
 
-    def __init__(self, out_bytes: int, in_bytes: int, device: torch.device | str) -> None:
-        self.out = torch.empty(out_bytes, dtype=torch.uint8, device=device)
-        """What leaves; then what comes back for it."""
-        self.into = torch.empty(in_bytes, dtype=torch.uint8, device=device)
-        """What lands; then what is given back for it."""
+    def __init__(self, out: Tensor, into: Tensor) -> None:
+        self.out = out
+        """uint8: what leaves; then what comes back for it."""
+        self.into = into
+        """uint8: what lands; then what is given back for it."""
+
+    @classmethod
+    def new(cls, out_bytes: int, in_bytes: int, device: torch.device | str) -> HopBuffers:
+        """Ordinary memory of a device."""
+        out, into = (torch.empty(size, dtype=torch.uint8, device=device) for size in (out_bytes, in_bytes))
+        return cls(out, into)
 
 
 def rows_of(buffer: Tensor, num_rows: int, row_bytes: int) -> Tensor:

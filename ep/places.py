@@ -52,6 +52,40 @@ def row_places(slots_TK: Tensor, *, slots_per_member: int, num_members: int, cap
     return RowPlaces(rows_P[:num_places], fits_TR, fits_TR.sum(0), (goes_TR & ~fits_TR).any(), back_TJ)
 
 
+class DensePlaces(NamedTuple):
+    """The rows that leave in blocks as long as they have to be, one after the other."""
+
+    rows_P: Tensor
+    """int64: the row in each place, T for a header or nothing."""
+    lengths_R: Tensor
+    """int64: places of each block, its header in it."""
+    begin_R: Tensor
+    """int64: the place of each block's header."""
+    back_TJ: Tensor
+    """The places of each row in ascending order, then -1. J = min(K, R)."""
+
+
+def dense_places(slots_TK: Tensor, *, slots_per_member: int, num_members: int, num_places: int) -> DensePlaces:
+    """`row_places` without padding between blocks; what is left of `num_places` is at the end, and nobody gets it.
+
+    2 members of 2 slots, slots [[0, 1], [0, 3], [-1, 2]]     rows [3, 0, 1, 3, 1, 2, 3], lengths [3, 3], begin [0, 3],
+    7 places                                                  back [[1, -1], [2, 4], [5, -1]]
+    """
+    num_rows, device = slots_TK.shape[0], slots_TK.device
+    goes_TR = torch.zeros(num_rows, num_members + 1, dtype=torch.bool, device=device)
+    goes_TR.scatter_(1, ranks_of(slots_TK, slots_per_member) + 1, True)  # column 0 takes the -1s
+    goes_TR = goes_TR[:, 1:]
+    lengths_R = goes_TR.sum(0) + 1
+    begin_R = lengths_R.cumsum(0) - lengths_R
+    target_TR = begin_R + goes_TR.cumsum(0)
+    rows_P = torch.full((num_places + 1,), num_rows, device=device)
+    row_TR = torch.arange(num_rows, device=device).unsqueeze(1).expand(num_rows, num_members)
+    rows_P.scatter_(0, target_TR.where(goes_TR, num_places).flatten(), row_TR.flatten())
+    back_TJ = by_row(target_TR, goes_TR, most=min(slots_TK.shape[1], num_members))
+    rows_P = rows_P[:num_places]
+    return DensePlaces(rows_P, lengths_R, begin_R, back_TJ)
+
+
 def given_back(index_NK: Tensor, *, num_members: int, capacity: int) -> tuple[Tensor, Tensor]:
     """Pairs of what landed in blocks of equal length, to be given back: ([P] the pair row in each place, 0 for a header
     or nothing; bool scalar, some pair has no place). In each block in (row, top-k) order."""

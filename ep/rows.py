@@ -50,6 +50,8 @@ class RowFormat:
     top_k: int
     weight_dtype: torch.dtype
     value_bytes: int
+    align: int = 16
+    """A row's bytes are a multiple of this, itself a multiple of 16."""
 
     @property
     def word(self) -> torch.dtype:
@@ -61,12 +63,12 @@ class RowFormat:
     def begins(self) -> tuple[int, int, int, int]:
         """Where origin, slots, weights and values begin."""
         weights = 8 + 8 * self.top_k
-        return 0, 8, weights, _up_to_16(weights + self.weight_dtype.itemsize * self.top_k)
+        return 0, 8, weights, up_to(16, weights + self.weight_dtype.itemsize * self.top_k)
 
     @property
     def num_bytes(self) -> int:
         _, _, weights, values = self.begins
-        return _up_to_16(max(values + self.value_bytes, weights + 8 * HEADER_WORDS))
+        return up_to(self.align, max(values + self.value_bytes, weights + 8 * HEADER_WORDS))
 
     def fields(self, rows_NB: Tensor) -> Rows:
         """The fields of packed rows, as views."""
@@ -90,6 +92,8 @@ class BackFormat:
 
     hidden: int
     dtype: torch.dtype
+    align: int = 16
+    """A block's rows are a multiple of so many bytes, itself a multiple of 16."""
 
     @property
     def value_bytes(self) -> int:
@@ -98,16 +102,16 @@ class BackFormat:
     @property
     def block_row_bytes(self) -> int:
         """Bytes of a row in a block, whose first row is a header."""
-        return max(_up_to_16(self.value_bytes), 8 * HEADER_WORDS)
+        return up_to(self.align, max(self.value_bytes, 8 * HEADER_WORDS))
 
     def values(self, rows_NB: Tensor) -> Tensor:
         """[N, D], a view."""
         return rows_NB[:, : self.value_bytes].view(self.dtype)
 
 
-def _up_to_16(num_bytes: int) -> int:
-    """The bytes that a GPU copies at once."""
-    return -(-num_bytes // 16) * 16
+def up_to(align: int, num_bytes: int) -> int:
+    """The next multiple of `align`; of 16, the bytes that a GPU copies at once."""
+    return -(-num_bytes // align) * align
 
 
 class Codec(Protocol):
@@ -174,7 +178,7 @@ class Fp8Codec:
 
     def empty(self, num_rows: int, device: torch.device) -> Tensor:
         """uint8 [num_rows, value_bytes], in rows that begin at a multiple of 16 bytes."""
-        rows = torch.empty(num_rows, _up_to_16(self.value_bytes), dtype=torch.uint8, device=device)
+        rows = torch.empty(num_rows, up_to(16, self.value_bytes), dtype=torch.uint8, device=device)
         return rows[:, : self.value_bytes]
 
     def decode(self, values_NX: Tensor, /) -> Tensor:

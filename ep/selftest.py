@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -81,13 +82,23 @@ class SelfTestFailed(TransportError):
 def self_test(exchange: Exchange, *, first_step: int = 0) -> None:
     """All ranks together; raises SelfTestFailed on the rank that finds something wrong. `exchange` is used by nobody
     else meanwhile, and its flags and counters start anew afterwards. Its tags are those of steps from `first_step`."""
-    steps = itertools.count(first_step)
-    for name, pattern in PATTERNS.items():
-        _try(exchange, name, pattern, exact=False, steps=steps)
-        if exchange.may_overflow:
-            _try(exchange, f"{name}, exact", pattern, exact=True, steps=steps)
+    for pattern in patterns(exchange, first_step=first_step):
+        pattern()
     exchange.check_faults()
     exchange.take_bytes()
+
+
+def patterns(exchange: Exchange, *, first_step: int = 0) -> list[Callable[[], None]]:
+    """The self-test's parts, to be run in this order. A rank that finds something wrong has ended its part like all."""
+    steps = itertools.count(first_step)
+    parts = [partial(_try, exchange, name, pattern, exact=False, steps=steps) for name, pattern in PATTERNS.items()]
+    if not exchange.may_overflow:
+        return parts
+    exact = [
+        partial(_try, exchange, f"{name}, exact", pattern, exact=True, steps=steps)
+        for name, pattern in PATTERNS.items()
+    ]
+    return [part for pair in zip(parts, exact, strict=True) for part in pair]
 
 
 def _try(exchange: Exchange, name: str, pattern: Pattern, *, exact: bool, steps: Iterator[int]) -> None:

@@ -19,6 +19,8 @@ from .rows import wide
 
 CHUNK_BYTES = 1 << 20
 """What is weighed at once: products that are added while they are near cost half as much."""
+FEW_RESULTS = 32
+"""Below, an addition for each row costs less than one for all of them."""
 
 
 class Sums(NamedTuple):
@@ -40,7 +42,9 @@ def add(sums: Sums, out_ND: Tensor) -> None:
     """
     dtype, num_out = wide(sums.rows_MD.dtype), out_ND.shape[0]
     total_ND = torch.zeros(num_out + 1, out_ND.shape[1], dtype=dtype, device=out_ND.device)
-    if sums.pairs is not None:
+    if sums.pairs is not None and _is_full(sums):
+        _add_columns(sums.rows_MD, sums.pairs, total_ND[:num_out])
+    elif sums.pairs is not None:
         _add_pairs(sums.rows_MD, sums.pairs, total_ND)
     elif sums.rows_MD.shape[0]:
         out_N = torch.arange(num_out, device=out_ND.device)
@@ -51,6 +55,23 @@ def add(sums: Sums, out_ND: Tensor) -> None:
             # One more result takes what is none: to mask whole rows, which may hold anything, costs twice the adding.
             total_ND.index_add_(0, out_N.where(index_N >= 0, num_out), rows_ND)
     out_ND.copy_(total_ND[:num_out])
+
+
+def _is_full(sums: Sums) -> bool:
+    """Every result is a sum of J rows, and there are enough results that J additions of all beat one for each row."""
+    num_out, most = sums.index_NJ.shape
+    return num_out >= FEW_RESULTS and sums.rows_MD.shape[0] == num_out * most
+
+
+def _add_columns(rows_MD: Tensor, pairs: LocalPairs, total_ND: Tensor) -> None:
+    """Pair m is of result m // J. A product and an addition at a time, in the order of `_add_pairs`."""
+    num_out = total_ND.shape[0]
+    for rows_ND, weights_N1 in zip(
+        rows_MD.view(num_out, -1, rows_MD.shape[1]).unbind(1),
+        pairs.weights_M.view(num_out, -1, 1).unbind(1),
+        strict=True,
+    ):
+        total_ND += rows_ND * weights_N1
 
 
 def _add_pairs(rows_MD: Tensor, pairs: LocalPairs, total_ND: Tensor) -> None:

@@ -34,6 +34,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, St
 
 from .errors import TagMismatch, TransportError
 from .mail import MailTransport
+from .symmetric import name_group
 from .tags import check_tags
 from .transport import Pending, Tag, Transport
 from .wire import Bytes, Channel, Lost
@@ -242,6 +243,12 @@ class TorchDistTransport:
 
         return finish
 
+    @property
+    def num_communicators(self) -> int:
+        """Opened so far: the one of the start, and any that were split off it."""
+        splits = getattr(self._group, "comm_split_count", None)
+        return 1 + (splits() if splits is not None else 0)
+
     def abort(self, cause: BaseException) -> None:
         """Other ranks are not told: they hang until their own watch of this rank ends them."""
         self._ended = f"aborted after {type(cause).__name__}: {cause}"
@@ -251,6 +258,11 @@ class TorchDistTransport:
         if self._ended is None:
             self._ended = "closed"
             self._group.shutdown()
+
+
+def num_communicators(transport: Transport) -> int:
+    """Those that a transport has opened so far; only NCCL may open more after the start."""
+    return transport.num_communicators if isinstance(transport, TorchDistTransport) else 1
 
 
 def _rows(rows: Tensor) -> Tensor:
@@ -300,6 +312,7 @@ def _open_nccl(asked: Opening) -> Transport:
     options = _nccl_options(dist.ProcessGroupNCCL.Options(), comm_sms=asked.comm_sms, limit=asked.limit)
     group = dist.ProcessGroupNCCL(asked.store, asked.rank, asked.size, options)
     group.eager_connect_single_device(asked.device)  # no new communicator after the start
+    name_group(asked.rank, asked.size, PrefixStore("symmetric", asked.store))
     return TorchDistTransport(group, device=asked.device)
 
 

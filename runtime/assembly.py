@@ -17,22 +17,20 @@ from dbo import UNTIMED, OverlapState, Untimed
 from ep import Transport, exchange_ops
 from ep.lanes import LANES, LanedTransport
 from eplb import ExpertLoad
-from moe import ExpertBank
 
 from .control.control import Control
-from .costs.costs import ItlBudget, Operations, StepCosts
-from .costs.device_costs import read_device_costs
-from .costs.roofline import CostShape
 from .failure.recorder import Recorder, StampedTransport
 from .failure.straggler import StragglerState
 from .forward.batch import RequestTable
 from .forward.decoder import Decoder, Through, as_they_are
+from .forward.device_time import device_time_of
 from .forward.experts import Experts
 from .forward.part_times import NO_PARTS, NoParts
 from .forward.ranges import RANGES
 from .graphs.switch import Switch
 from .graphs.sync_guard import guard_of
-from .loop.instruments import Instruments, timed_exchange, timed_recorder, timed_sampler
+from .loading import load_ranks, load_with, weight_source
+from .loop.instruments import Instruments, timed_recorder, timed_sampler
 from .loop.ranks import Inbox
 from .loop.rebalance import build_rebalancer, widest
 from .loop.routing_record import open_recorder
@@ -48,21 +46,18 @@ from .requests.request import Request
 from .sampling.sampler_ops import sampler_ops
 from .scheduling.cadence import StepBudget
 from .scheduling.heartbeat import HeartbeatState
-from .scheduling.overlap import CostModel
 from .scheduling.scheduler import Drafter, Scheduler
-from .settings.cost_group import group_of
+from .settings.exchange_build import OpenBackEnd, build_exchange, with_back_ends
 from .settings.kv_connectors import build_hand_over
 from .settings.runner_choice import build_runner
-from .settings.settling import Settled, full_step
-from .weights.checkpoint import TensorSource, open_checkpoint
-from .weights.dummy import DummyCheckpoint
-from .weights.hardware import read_hardware
+from .settings.settling import Settled
+from .settings.step_costs import overlap_state, step_budget
+from .weights.checkpoint import TensorSource
 from .weights.memory import MemoryPlan
-from .weights.node_loading import LoadedRank, load_rank
 from .weights.node_share import NodePeers
-from .weights.progress import OnProgress, counted
+from .weights.progress import OnProgress
 from .weights.startup import LoadReport
-from .weights.weights import DecoderWeights, bytes_to_read, held_tensors, load_banks, load_shared, verify_held
+from .weights.weights import DecoderWeights
 
 OnPlan = Callable[[MemoryPlan], None]
 
@@ -83,7 +78,8 @@ class Parts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
     """What ties one rank to the others, and to whoever listens. `timeline` is told what its tracks do; `excuses`
-    say why its device may be slow; `show` is told every step, `kv_log` what its prefix cache holds."""
+    say why its device may be slow; `show` is told every step, `kv_log` what its prefix cache holds. `communicators`:
+    how many the transport has opened so far."""
 
     transport: Transport
     control: Control
@@ -95,6 +91,7 @@ class Seat:
     excuses: Excuses = no_excuse
     kv_log: KvLog | None = None
     show: NotShown = NOT_SHOWN
+    communicators: Callable[[], int] = lambda: 1
 
 
 def assemble(
@@ -113,7 +110,7 @@ def assemble(
                   share
     instruments   what a benchmark wants measured; None: nothing
     """
-    overlap = _overlap(settled)
+    overlap = overlap_state(settled)
     if settled.config.cpu_threads is not None:
         torch.set_num_threads(settled.config.cpu_threads)
     if on_plan is not None:
@@ -121,13 +118,14 @@ def assemble(
     source = weight_source(settled, turn=(peers.place, peers.size) if peers is not None else (0, 1))
     report = None
     if peers is not None:
-        loaded = _load_with(peers, settled, source, on_progress)
+        loaded = load_with(peers, settled, source, on_progress)
         weights, report = [loaded.weights], loaded.report
     else:
         weights = load_ranks(settled, source, [seat.transport.rank for seat in seats], on_progress)
-    budget = _budget(settled)
+    budget = step_budget(settled)
     if drafter is not None:
         drafter = partial(_guarded, drafter, settled.model.vocab_size)
+    told: list[str] = []
     workers = tuple(
         _worker(
             settled,
@@ -139,6 +137,7 @@ def assemble(
             source=source,
             ranks_here=len(seats),
             instruments=instruments or Instruments(),
+            tell=told.append,
         )
         for seat, held in zip(seats, weights, strict=True)
     )
@@ -146,95 +145,13 @@ def assemble(
         model=settled.model,
         plan=settled.plan,
         workers=workers,
-        notes=(*settled.model.warnings, *source.notes, *settled.notes),
+        notes=(*settled.model.warnings, *source.notes, *settled.notes, *told),
         load=report,
-    )
-
-
-def weight_source(settled: Settled, *, turn: tuple[int, int] = (0, 1)) -> TensorSource:
-    """Where weights come from; `turn` is (place, number) among processes that read together."""
-    config = settled.config
-    if config.load_format == "dummy":
-        return DummyCheckpoint(settled.model, seed=config.seed)
-    return open_checkpoint(config.model, settled.model, turn=turn)
-
-
-def load_ranks(
-    settled: Settled, source: TensorSource, ranks: Sequence[int], on_progress: OnProgress | None
-) -> list[DecoderWeights]:
-    """One rank's weights after the other; every tensor that any rank holds is verified before the first is read."""
-    model, placements = settled.model, settled.placements
-    verify_held(source, model, placements, ranks=ranks)
-    names = {name for rank in ranks for name in held_tensors(model, placements, rank)}
-    progress = counted(on_progress, total=bytes_to_read(source, names))
-    shared = load_shared(
-        source,
-        model,
-        dtype=settled.dtype,
-        device=settled.device,
-        keep_fp8=settled.keep_shared_fp8,
-        progress=progress,
-    )
-    return [DecoderWeights.join(shared, _banks(settled, source, rank, progress)) for rank in ranks]
-
-
-def _load_with(peers: NodePeers, settled: Settled, source: TensorSource, on_progress: OnProgress | None) -> LoadedRank:
-    return load_rank(
-        source,
-        settled.model,
-        settled.placements,
-        peers=peers,
-        dtype=settled.dtype,
-        device=settled.device,
-        keep_fp8=settled.keep_fp8,
-        keep_shared_fp8=settled.keep_shared_fp8,
-        on_progress=on_progress,
-    )
-
-
-def _banks(
-    settled: Settled, source: TensorSource, rank: int, progress: Callable[[int], None]
-) -> tuple[ExpertBank | None, ...]:
-    return load_banks(
-        source,
-        settled.model,
-        settled.placements,
-        rank=rank,
-        dtype=settled.dtype,
-        device=settled.device,
-        keep_fp8=settled.keep_fp8,
-        progress=progress,
     )
 
 
 def _guarded(drafter: Drafter, vocab_size: int, request: Request) -> list[int]:
     return check_drafts(drafter(request), vocab_size)
-
-
-def _budget(settled: Settled) -> StepBudget | None:
-    """How many prompt tokens a step may hold by the cost model, when a latency target is set."""
-    config = settled.config
-    if config.cadence.itl_target_ms is None:
-        return None
-    return ItlBudget(costs=StepCosts(_operations(settled)), target_ms=config.cadence.itl_target_ms)
-
-
-def _overlap(settled: Settled) -> OverlapState:
-    """When steps are cut, with the cost model where the device is known. ValueError for what it cannot be."""
-    config = settled.config
-    if config.overlap.dbo != "auto" or config.hardware is None:
-        return OverlapState(config=config.overlap)
-    hardware = read_hardware(config.hardware)
-    return OverlapState(config=config.overlap, model=CostModel.of(_operations(settled), config.overlap, hardware))
-
-
-def _operations(settled: Settled) -> Operations:
-    """Times of this model's operations in this group, by the file that says what the device is."""
-    config = settled.config
-    group = group_of(config, settled.model, tokens=full_step(config), capacities=settled.capacities)
-    return read_device_costs(config.hardware or "").operations(
-        CostShape.of(settled.model, fp8_cache=settled.cache_row.fp8), group
-    )
 
 
 def _worker(
@@ -248,6 +165,7 @@ def _worker(
     source: TensorSource,
     ranks_here: int,
     instruments: Instruments,
+    tell: Callable[[str], None],
 ) -> Worker:
     config, model, plan = settled.config, settled.model, settled.plan
     log = seat.kv_log
@@ -261,11 +179,17 @@ def _worker(
     recorder = RANGES[settled.device.type](recorder)
     transport = StampedTransport(LanedTransport(seat.transport, lanes), recorder)
     switch = Switch()
-    decoder = build_decoder(settled, weights, transport, through=switch.through, timer=timer)
+    device_time = device_time_of(settled.device, model.moe_layers)
+    carried = switch.carry(device_time.carry(transport))
+    settled, back_end = with_back_ends(settled, transport, lanes, ranks_here=ranks_here)
+    decoder = build_decoder(
+        settled, weights, carried, through=switch.through, timer=timer, back_end=back_end, tell=tell
+    )
     instruments.prepare(decoder.cache)
     table = RequestTable(
         config.scheduler.max_num_seqs, max_model_len, page_size=config.cache.block_size, device=settled.device
     )
+    guard = guard_of(settled.device, debug_sync=config.graphs.debug_sync, communicators=seat.communicators)
     hand_over = build_hand_over(settled, decoder.cache, pool, prefix, rank=seat.transport.rank)
     return Worker(
         decoder=decoder,
@@ -290,8 +214,18 @@ def _worker(
         sampler=timed_sampler(sampler_ops(config.ops), timer),
         parts=timer,
         show=seat.show,
-        runner=build_runner(settled, decoder, table, switch=switch, timeline=seat.timeline, ranks_here=ranks_here),
-        guard=guard_of(settled.device, debug_sync=config.graphs.debug_sync),
+        runner=build_runner(
+            settled,
+            decoder,
+            table,
+            switch=switch,
+            timeline=seat.timeline,
+            ranks_here=ranks_here,
+            drafts=drafter is not None,
+            guard=guard,
+        ),
+        guard=guard,
+        device_time=device_time,
     )
 
 
@@ -325,8 +259,11 @@ def build_decoder(
     *,
     through: Through = as_they_are,
     timer: NoParts = NO_PARTS,
+    back_end: OpenBackEnd | None = None,
+    tell: Callable[[str], object] = str,
 ) -> Decoder:
-    """One rank's model, its cache allocated."""
+    """One rank's model, its cache allocated. back_end: as for an `Exchange`. `tell` hears how the exchange was chosen
+    where ranks try several."""
     config, model, plan = settled.config, settled.model, settled.plan
     cache = LatentCache(model.num_layers, plan.num_pages, config.cache.block_size, settled.cache_row, settled.device)
     exchange, tables, rank = None, {}, transport.rank
@@ -336,19 +273,8 @@ def build_decoder(
             layer: placement.table(settled.device, rank=rank, node_size=settled.topology.node_size, width=width)
             for layer, placement in settled.placements.items()
         }
-        exchange = timed_exchange(
-            transport,
-            timer,
-            num_slots=plan.slots_per_rank * config.ranks,
-            hidden=model.hidden_size,
-            top_k=model.moe.top_k,
-            dtype=settled.dtype,
-            device=settled.device,
-            config=config.exchange,
-            num_tracks=config.overlap.most_tracks,
-            topology=settled.topology,
-            plan=settled.capacities,
-            ops=through("exchange", exchange_ops(config.ops)),
+        exchange = build_exchange(
+            settled, transport, timer, ops=through("exchange", exchange_ops(config.ops)), back_end=back_end, tell=tell
         )
     return Decoder(
         model,

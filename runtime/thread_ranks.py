@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from dbo import UNTIMED, Untimed
 from ep import ThreadGroup, Transport
@@ -53,19 +55,24 @@ class ThreadRanks:
         said = self._said  # the workers know the queue, not this object: no cycle keeps their memory alive
         self._trays = tuple(Tray() for _ in range(config.ranks))
         self._group: ThreadGroup[None] = ThreadGroup(config.ranks)
-        self._parts: Parts = assemble(
-            settled,
-            seats=[
-                _seat(transport, tray, said, trace=trace, timeline=timeline(transport.rank), show=show(transport.rank))
-                for transport, tray in zip(self._group.transports, self._trays, strict=True)
-            ],
-            drafter=drafter,
-            on_plan=on_plan,
-            on_progress=on_progress,
-            instruments=instruments,
+        self._parts: Parts = _in_passing_thread(
+            partial(
+                assemble,
+                settled,
+                seats=[
+                    _seat(
+                        transport, tray, said, trace=trace, timeline=timeline(transport.rank), show=show(transport.rank)
+                    )
+                    for transport, tray in zip(self._group.transports, self._trays, strict=True)
+                ],
+                drafter=drafter,
+                on_plan=on_plan,
+                on_progress=on_progress,
+                instruments=instruments,
+            )
         )
-        for worker in self._parts.workers:
-            worker.launcher.runner.prepare()
+        self._group.start(lambda transport: self.workers[transport.rank].launcher.runner.prepare())
+        self._group.join()
         self.facts = GroupFacts(
             model=self._parts.model,
             plan=self._parts.plan,
@@ -103,6 +110,17 @@ class ThreadRanks:
             self.workers[transport.rank].run_wave()
         finally:
             self._said.put((transport.rank, None))
+
+
+def _in_passing_thread(build: Callable[[], Parts]) -> Parts:
+    """`build()` in a thread that ends with it.
+
+    Torch's OpenMP keeps a team of threads for every thread that ever computed, and once teams together are larger than
+    the machine it no longer lets them wait awake: each matmul of a rank, which has a team of its own, then begins with
+    two system calls. The team of whoever loads weights must not outlive the loading.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="assembly") as builder:
+        return builder.submit(build).result()
 
 
 def _seat(

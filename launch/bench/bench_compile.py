@@ -39,8 +39,8 @@ and on one that wants more than a multiprocessor has. The first run takes minute
 """
 
 DONE, FAILED = 0, 1
-ROOMS = ("attention_mla", "moe", "ep", "runtime.sampling")
-"""Those that may have kernels."""
+ROOMS = ("attention_mla", "moe", "ep", "runtime.sampling", "runtime.forward")
+"""Those that have kernels, or their parts."""
 QUESTION = "Do all kernels compile for {arch} without spills, with the instructions that they are built around?"
 
 

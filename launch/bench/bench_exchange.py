@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ep import ExchangeConfig, Topology, Transport, choose, run_ranks
+from ep.back_ends import refusal
 from ep.exchange_bench import ExchangeTimes, Load, bench_tags, measure
 from runtime.weights.hardware import Hardware, read_hardware
 
@@ -34,6 +35,7 @@ from ..groups.rendezvous import RendezvousConfig
 from ..groups.world import World, check_ranks, detect, own_world
 from .bench import commit, machine_line
 from .bench_rates import check_exchange_target, save_exchange
+from .exchange_race import race, tell_race
 
 ABOUT = """\
 Measure what dispatch and combine take among the ranks, against the transport's plain all-to-all of the same bytes.
@@ -82,8 +84,9 @@ class ExchangeFlags:
     rounds: int = 20
     """Measured rounds; medians are told."""
 
-    transport: Literal["auto", "threads", "gloo", "mpi"] = "auto"
-    """What carries rows: auto takes mpi under mpirun and gloo otherwise; threads keeps all ranks in this process."""
+    transport: Literal["auto", "threads", "gloo", "mpi", "nccl"] = "auto"
+    """What carries rows: auto takes mpi under mpirun and gloo otherwise; threads keeps all ranks in this process; nccl
+    is for GPUs, where the ways that are installed are tried as at the start of a group, and timed on the device."""
 
     hardware: Path | None = None
     """Device file, such as profiles/hardware/cpu.toml: adds how long the bytes take at its peak rates."""
@@ -103,6 +106,11 @@ class ExchangeFlags:
             if not getattr(self, name) or min(getattr(self, name)) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; each must be at least 1, e.g. 128")
         self.exchange.refuse_narrow(DTYPES[self.dtype])
+        refused = refusal(self.exchange.exchange, "cuda" if self.transport == "nccl" else "cpu")
+        if refused is not None:
+            raise ValueError(f"{refused}, or transport nccl" if self.transport != "nccl" else refused)
+        if self.transport == "nccl" and not torch.cuda.is_available():
+            raise ValueError("transport is nccl, but torch sees no CUDA device; e.g. gloo")
 
     def configs(self) -> list[ExchangeConfig]:
         """What is measured of each size: what is left open is tried both ways, but for nodes when there is one."""
@@ -167,7 +175,8 @@ def run(flags: ExchangeFlags, start: Start) -> int:
         world = start.child.world if start.child else detect(os.environ)
         check_ranks(world, flags.ranks)
         if world.size == 1:
-            world = own_world(0, flags.ranks or DEFAULT_RANKS)
+            usual = torch.cuda.device_count() if flags.transport == "nccl" else DEFAULT_RANKS
+            world = own_world(0, flags.ranks or usual)
         topology = Topology(num_ranks=world.size, node_size=flags.node_size or world.size)
         hardware = read_hardware(flags.hardware) if flags.hardware else None
         check_hardware(hardware, topology)
@@ -177,6 +186,8 @@ def run(flags: ExchangeFlags, start: Start) -> int:
     torch.set_num_threads(1)
     if not world.is_primary:
         hush(world.rank)
+    if name == "nccl":
+        return run_on_gpus(flags, start, world, topology)
     if name == "threads":
         lines = run_ranks(world.size, lambda transport: measure_all(transport, flags, topology))[0]
     else:
@@ -184,6 +195,21 @@ def run(flags: ExchangeFlags, start: Start) -> int:
             lines = measure_all(transport, flags, topology)
     if world.is_primary:
         tell(lines, flags, topology, name, hardware)
+    return DONE
+
+
+def run_on_gpus(flags: ExchangeFlags, start: Start, world: World, topology: Topology) -> int:
+    """A race on every rank's GPU, told on rank 0; returns 0."""
+    device = torch.device("cuda", world.local_rank)
+    torch.cuda.set_device(device)
+    with transport_of("nccl", flags, start, world, device=device) as transport:
+        races = race(
+            transport, loads(flags, world.size), flags.exchange, topology=topology, device=device, ops="triton"
+        )
+    if world.is_primary:
+        settings = {"ranks": world.size, "transport": "nccl", "slots": flags.slots, "dtype": flags.dtype}
+        head = (machine_line(), f"commit    {commit()}", f"settings  {world.size} ranks, {flags.slots} slots a rank")
+        tell_race(races, head, settings)
     return DONE
 
 
@@ -201,12 +227,15 @@ def check_hardware(hardware: Hardware | None, topology: Topology) -> None:
 
 
 @contextmanager
-def transport_of(name: str, flags: ExchangeFlags, start: Start, world: World) -> Iterator[Transport]:
+def transport_of(
+    name: str, flags: ExchangeFlags, start: Start, world: World, *, device: torch.device | str = "cpu"
+) -> Iterator[Transport]:
     """Start the other ranks if nobody did, meet them, and connect."""
     with ExitStack() as stack:
         with refusals():
             meeting, _ = meet_ranks(flags.meeting, start, world, stack, fields=load_fields(flags), endpoints=("store",))
-        yield stack.enter_context(closing(open_transport(name, world, meeting, interface=flags.meeting.interface)))
+        transport = open_transport(name, world, meeting, interface=flags.meeting.interface, device=device)
+        yield stack.enter_context(closing(transport))
 
 
 def load_fields(flags: ExchangeFlags) -> tuple[tuple[str, str], ...]:
@@ -218,21 +247,24 @@ def load_fields(flags: ExchangeFlags) -> tuple[tuple[str, str], ...]:
 def measure_all(transport: Transport, flags: ExchangeFlags, topology: Topology) -> list[Line]:
     """A line for each size and each way, on every rank."""
     lines, tags = [], bench_tags()
-    for hidden in flags.hidden:
-        for tokens in flags.tokens:
-            load = Load(
-                tokens=tokens,
-                hidden=hidden,
-                num_slots=flags.slots * transport.size,
-                top_k=min(flags.top_k, flags.slots * transport.size),
-                dtype=DTYPES[flags.dtype],
-            )
-            for config in flags.configs():
-                config = replace(config, round_tokens=tokens)
-                with torch.inference_mode():
-                    times = measure(transport, load, config=config, topology=topology, rounds=flags.rounds, tags=tags)
-                lines.append(Line(load=load, config=config, times=times))
+    for load in loads(flags, transport.size):
+        for config in flags.configs():
+            config = replace(config, round_tokens=load.tokens)
+            with torch.inference_mode():
+                times = measure(transport, load, config=config, topology=topology, rounds=flags.rounds, tags=tags)
+            lines.append(Line(load=load, config=config, times=times))
     return lines
+
+
+def loads(flags: ExchangeFlags, ranks: int) -> list[Load]:
+    """One for each size."""
+    num_slots, dtype = flags.slots * ranks, DTYPES[flags.dtype]
+    top_k = min(flags.top_k, num_slots)
+    return [
+        Load(tokens=tokens, hidden=hidden, num_slots=num_slots, top_k=top_k, dtype=dtype)
+        for hidden in flags.hidden
+        for tokens in flags.tokens
+    ]
 
 
 def tell(

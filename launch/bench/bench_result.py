@@ -88,7 +88,7 @@ def levels(measured: Measured) -> dict[str, Any]:
 
 _COUNTED = (
     "steps", "idle_steps", "computed_tokens", "generated_tokens", "finished", "preemptions", "prefix_hits",
-    "overflow_steps", "rerun_steps", "cut_steps", "network_bytes", "node_bytes", "slow_steps",
+    "overflow_steps", "rerun_steps", "cut_steps", "replayed_steps", "network_bytes", "node_bytes", "slow_steps",
 )  # fmt: skip
 
 
@@ -99,7 +99,8 @@ def rank_figures(measured: Measured) -> list[dict[str, Any]]:
         return {name: getattr(after, name) - getattr(before, name) for name in _COUNTED}
 
     pairs = zip(measured.before.ranks, measured.after.ranks, strict=True)
-    return [{"rank": after.rank, **grown(before, after), "uncut_steps": after.uncut_steps} for before, after in pairs]
+    words = ("rank", "uncut_steps", "launched_steps")
+    return [{**grown(before, after), **{name: getattr(after, name) for name in words}} for before, after in pairs]
 
 
 def predicted(bench: Bench, steps: Sequence[GroupStep], taken: dict[str, Any]) -> dict[str, Any] | None:

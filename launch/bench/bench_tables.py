@@ -142,7 +142,7 @@ def closing(found: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"step      {steps['overhead_cpu_share']:.1%} of the CPU time is not the model's; exposed communication "
             f"{steps['exposed_communication']:.1%}, waiting at the beat {steps['wait_at_beat']:.1%}; in several tracks "
-            f"{steps['dbo_hit_rate']:.0%}; run again for overflow: {ranks[0]['rerun_steps']}; graphs: none are built"
+            f"{steps['dbo_hit_rate']:.0%}; run again for overflow: {ranks[0]['rerun_steps']}" + _replays(ranks[0])
         )
     lines += prediction_lines(found["prediction"])
     lines.append(f"tokens    hash {found['token_hash']} over {found['total_output_tokens']} tokens")
@@ -150,6 +150,14 @@ def closing(found: Mapping[str, Any]) -> list[str]:
     if speed is not None:
         lines.append(f"noise     standard error of output tokens/s per GPU {speed:.2f}, {noise['source']}")
     return lines
+
+
+def _replays(rank: Mapping[str, Any]) -> str:
+    """How many steps were graphs, where some can be."""
+    if not rank["replayed_steps"] and not rank["launched_steps"]:
+        return ""
+    others = f", kernel by kernel {rank['launched_steps']}" if rank["launched_steps"] else ""
+    return f"; replayed as graphs: {rank['replayed_steps']}{others}"
 
 
 def prediction_lines(prediction: Mapping[str, Any] | None) -> list[str]:

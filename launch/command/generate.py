@@ -28,7 +28,17 @@ from ..groups.refusal import Refusal, refusals
 from .answers import Answer, JsonPrinter, Printer, TextPrinter
 from .models import find_model
 from .prompts import Prompt, gather_prompts
-from .report import LEGEND, error_line, exchange_line, loading_bar, overflow_line, overlap_line, rank_table, speed_line
+from .report import (
+    LEGEND,
+    error_line,
+    exchange_line,
+    graph_line,
+    loading_bar,
+    overflow_line,
+    overlap_line,
+    rank_table,
+    speed_line,
+)
 from .text import TextCodec
 from .wide_table import print_table
 
@@ -139,7 +149,7 @@ def conclude(answers: Sequence[Answer], stats: EngineStats, seconds: float, note
     if table:
         print_table(notes, rank_table(stats))
         notes.print(LEGEND, markup=False)
-    for line in (exchange_line(stats) if table else None, overflow_line(stats), overlap_line(stats)):
+    for line in (exchange_line(stats) if table else None, overflow_line(stats), overlap_line(stats), graph_line(stats)):
         if line is not None:
             notes.print(line, markup=False)
     failed = sum(answer.finish_reason == FinishReason.ERROR for answer in answers)

@@ -77,6 +77,15 @@ def overlap_line(stats: EngineStats) -> str | None:
     return f"{rank.cut_steps} of {rank.steps} steps ran in several tracks{whole}"
 
 
+def graph_line(stats: EngineStats) -> str | None:
+    """How many of a rank's steps were replayed as graphs, and why others were not; None where nothing is captured."""
+    rank = min(stats.ranks, key=lambda rank: rank.replayed_steps)
+    if not rank.replayed_steps and not rank.launched_steps:
+        return None
+    whole = f"; kernel by kernel: {rank.launched_steps}" if rank.launched_steps else ""
+    return f"{rank.replayed_steps} of {rank.steps} steps were replayed as graphs{whole}"
+
+
 def exchange_line(stats: EngineStats) -> str | None:
     """What the exchange sent in a step, the rank that sent most; None where nothing was sent."""
     network, node = (

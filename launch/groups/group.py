@@ -116,7 +116,7 @@ def settle_ranks(config: EngineConfig, flags: GroupFlags, world: World) -> tuple
         on_parent_death(signal.SIGKILL)  # its agent does not watch over what it leaves when it is killed itself
     if world.size == 1:
         world = own_world(0, config.ranks)
-    settled = settle(replace(config, ranks=world.size), local_size=world.even_local_size)
+    settled = settle(replace(config, ranks=world.size), local_size=world.even_local_size, ranks_here=world.local_size)
     transport_of(flags, world, settled)
     if settled.device.type == "cuda":
         settled = replace(settled, device=torch.device("cuda", world.local_rank))

@@ -21,7 +21,7 @@ import tyro
 
 from ep import PeerFailed, Transport
 from ep.conformance import check_transport
-from ep.torch_dist import open_store, open_torch_dist
+from ep.torch_dist import num_communicators, open_store, open_torch_dist
 from runtime.assembly import OnPlan, Seat, assemble
 from runtime.control.control import Control
 from runtime.control.stars import open_control
@@ -192,6 +192,7 @@ class Place:
                 excuses=self._excuses,
                 kv_log=kv_log,
                 show=self._show,
+                communicators=partial(num_communicators, self.transport),
             )
             self.times.mark("meet")
             parts = assemble(

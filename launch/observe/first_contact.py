@@ -26,7 +26,6 @@ from rich.console import Console
 from attention_mla import interpreted
 from ep import ExchangeConfig
 from runtime import Engine, EngineConfig, SamplingParams, SchedulerConfig
-from runtime.assembly import load_ranks, weight_source
 from runtime.bench.group_checks import Bench, group_checks, kernel_checks, token_check
 from runtime.bench.kernel_case import CaseSize
 from runtime.failure.checkup import (
@@ -45,6 +44,7 @@ from runtime.failure.checkup import (
 from runtime.forward.reference import reference_logits
 from runtime.graphs.graph_config import GraphConfig
 from runtime.graphs.graph_device import GRAPH_DEVICES
+from runtime.loading import load_ranks, weight_source
 from runtime.model.model_config import read_model_config
 from runtime.settings.settling import settle
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from attention_mla import MlaConfig
 from runtime.costs.roofline import CostShape
 from runtime.planning.deployments import Point, Site
 from runtime.planning.goals import Goals, requests_in_flight, sustained_rate
@@ -18,7 +19,7 @@ _FP8_BLOCK = 128
 
 def arithmetic(site: Site, goals: Goals, point: Point | None, *, why: str) -> list[str]:
     """All of it; without a point only what is wanted."""
-    lines = [_wanted(site, goals), _times(site, why)]
+    lines = [_wanted(site, goals), _times(site, point.config if point is not None else site.base, why)]
     if point is None:
         return lines
     return [
@@ -64,8 +65,8 @@ def _wanted(site: Site, goals: Goals) -> str:
     )
 
 
-def _times(site: Site, why: str) -> str:
-    source = site.costs.source(CostShape.of(site.model))
+def _times(site: Site, config: EngineConfig, why: str) -> str:
+    source = site.costs.source(CostShape.of(site.model, fp8_cache=config.cache.is_fp8))
     return f"times from          {source}; divided by {site.efficiency:.2f}: {why}"
 
 
@@ -75,25 +76,30 @@ def _bytes(site: Site, goals: Goals, point: Point) -> list[str]:
     cached = plan.concurrent_requests(goals.context)
     left = plan.budget_bytes - plan.weights.total - plan.workspaces.total
     fits = left // (pages * plan.page_bytes)
-    number_bytes = plan.kv_bytes_per_token // (model.num_layers * model.mla.latent_width)
+    is_fp8, number_bytes = numbers.fp8_cache, plan.kv_bytes_per_token // (model.num_layers * model.mla.latent_width)
+    per_layer = f"({_fp8_sum(model.mla)})" if is_fp8 else f"{model.mla.latent_width} x {number_bytes} B"
     lines = [
-        f"a token's latents   {model.num_layers} layers x {model.mla.latent_width} x {number_bytes} B = "
-        f"{plan.kv_bytes_per_token:,} B",
+        f"a token's latents   {model.num_layers} layers x {per_layer} = {plan.kv_bytes_per_token:,} B",
         f"a request's         {pages} pages x {numbers.page_size} tokens x {plan.kv_bytes_per_token:,} B = "
         f"{gib(pages * plan.page_bytes)}",
         f"left for them       {gib(numbers.device_bytes)} x {numbers.gpu_memory_utilization:g} - weights "
         f"{gib(plan.weights.total)} - workspaces {gib(plan.workspaces.total)} = {gib(left)}: {fits} requests a rank, "
         f"{point.batch} of them used",
     ]
-    if number_bytes == 2 and cached:
+    if number_bytes == 2 and not is_fp8 and cached:
         fp8 = fp8_token_bytes(site)
         more = left // (pages * numbers.page_size * fp8)
         lines.append(
-            f"in fp8              {fp8:,} B a token: {more} requests a rank; room, not speed, so it is worth it only "
-            "where "
-            "the cache is what limits the batch"
+            f"in fp8              {fp8:,} B a token: {more} requests a rank; worth it only where the cache limits the "
+            "batch, or a step reads latents for longer than it computes with them"
         )
     return lines
+
+
+def _fp8_sum(mla: MlaConfig) -> str:
+    """What a token leaves in one layer in fp8: latents, their scales, and the rotary part in bf16."""
+    rank = mla.kv_lora_rank
+    return f"{rank} + {math.ceil(rank / _FP8_BLOCK)} x 4 B + {mla.qk_rope_head_dim} x 2 B"
 
 
 def fp8_token_bytes(site: Site) -> int:

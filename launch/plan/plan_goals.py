@@ -78,7 +78,7 @@ def published_efficiency(costs: DeviceCosts) -> tuple[float, str]:
 
 
 def known(deployment: Deployment) -> tuple[DeviceCosts, CostShape]:
-    """The device and model of a published figure, from the files of this checkout."""
+    """The device and model of a published figure, from the files of this checkout; latents in bfloat16."""
     costs = read_device_costs(find_hardware(deployment.device))
     return costs, CostShape.of(read_model_config(find_model(deployment.model)))
 

@@ -74,7 +74,7 @@ class Situation:
             through = replace(settled.exchange, hierarchical="on" if hierarchical else "off")
             settled = replace(settled, exchange=through)
         group = group_of(settled, self.model, tokens=tokens, imbalance=imbalance)
-        operations = self.costs.operations(CostShape.of(self.model), group)
+        operations = self.costs.operations(self._shape, group)
         costs = StepCosts(operations, comm_share=comm_share(self.config.overlap, self.costs.hardware))
         shape = StepShape(decode_tokens=tokens, context_len=self.context)
         return costs.step_time([shape], tracks=tracks).total_us / 1e3
@@ -83,4 +83,8 @@ class Situation:
         """So many prompt tokens from the beginning of a prompt."""
         group = group_of(self.settled, self.model, tokens=self.batch)
         position = min(tokens, self.context) / 2
-        return tokens * self.costs.operations(CostShape.of(self.model), group).prefill_us(position) / 1e3
+        return tokens * self.costs.operations(self._shape, group).prefill_us(position) / 1e3
+
+    @property
+    def _shape(self) -> CostShape:
+        return CostShape.of(self.model, fp8_cache=self.config.cache.is_fp8)

@@ -85,6 +85,7 @@ def _lockstep(stats: Sequence[RankStats]) -> Iterator[Metric]:
         ("serried:overflow_steps", "overflow_steps", "Launches in which rows of this rank did not fit."),
         ("serried:slow_steps", "slow_steps", "Steps in which others waited for this rank without cause."),
         ("serried:cut_steps", "cut_steps", "Steps in several micro-batches."),
+        ("serried:replayed_steps", "replayed_steps", "Steps replayed as graphs."),
         ("serried:network_bytes", "network_bytes", "Sent to other nodes by the exchange."),
         ("serried:node_bytes", "node_bytes", "Sent to ranks of the same node by the exchange."),
     ):
@@ -100,6 +101,9 @@ def _lockstep(stats: Sequence[RankStats]) -> Iterator[Metric]:
         yield gauge("serried:padding_ratio", "Share of the steps' room that no token fills.", padding, labels=())
         uncut = {(reason,): count for count, reason in _uncut(stats[0].uncut_steps)}
         yield counter("serried:uncut_steps", "Steps that were not cut, by reason.", uncut, labels=("reason",))
+    launched = {(str(rank.rank), why): count for rank in stats for count, why in _uncut(rank.launched_steps)}
+    why = "Steps launched kernel by kernel where others are replayed, by reason."
+    yield counter("serried:launched_steps", why, launched, labels=(*RANK, "reason"))
     idle = {(str(rank.rank),): rank.idle_steps / max(rank.steps, 1) for rank in stats}
     yield gauge("serried:idle_step_ratio", "Share of the steps without a token of this rank.", idle, labels=RANK)
 

@@ -1,5 +1,5 @@
-"""What a group of ranks is put through before it is trusted: its transport, the exchange in every mode, captured and
-not, the kernels beside their references, and a small model's tokens.
+"""What a group of ranks is put through before it is trusted: its transport, the exchange in every mode and over every
+back end, captured and not, which of them is fastest, the kernels beside their references, and a small model's tokens.
 
 All ranks make the checks together and in this order. Knows what is checked; how findings are told is `checkup`'s.
 
@@ -10,24 +10,34 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from ep import Exchange, ExchangeConfig, Kind, PairRows, Tag, Terms, Topology, Transport, exchange_ops, wide
+from ep.back_ends import opener, refusal
+from ep.blueprint import Blueprint
+from ep.config import BACK_ENDS
 from ep.conformance import check_transport
+from ep.lanes import LANES
+from ep.parts import BackEnd
 from ep.selftest import self_test
+from ep.trial import Trial, fastest, lines
 
 from ..failure.checkup import Check, NotHere
+from ..graphs.exchange_times import round_us
 from ..graphs.graph_device import GraphDevice, Recording
 from ..model.model_config import ModelConfig
 from .kernel_case import CaseSize, KernelCase, worst_difference
 from .kernel_cases import kernel_cases
 
-HIDDEN, TOP_K, SLOTS, TOKENS = 256, 4, 4, 8
+HIDDEN, TOP_K, SLOTS, TOKENS = 512, 4, 4, 8
 """Of the exchange that is checked; slots are those of a rank."""
+FAST_HIDDEN, FAST_TOP_K, FAST_SLOTS, FAST_TOKENS = 7168, 8, 8, 128
+"""Of the one that is timed: DeepSeek-V3's rows."""
 TOLERANCE = 1 / 64
 
 WIRE = "rows do not reach the right rank, or not whole: nothing that this group decodes could be trusted"
@@ -63,7 +73,7 @@ def exchange_configs(num_ranks: int) -> list[tuple[ExchangeConfig, int]]:
 
 
 def group_checks(bench: Bench) -> Iterator[Check]:
-    """The transport, then the exchange in every mode, then bounded ones captured."""
+    """The transport, then the exchange in every mode, then bounded ones captured, then what else may carry rows."""
     yield Check(
         name="transport",
         run=partial(_transport_words, bench),
@@ -85,6 +95,79 @@ def group_checks(bench: Bench) -> Iterator[Check]:
                 means="this exchange cannot be replayed in a CUDA graph here, though it may work without",
                 tries="--enforce-eager; a newer NCCL (2.28 or later); see which library was loaded above",
             )
+
+    yield from back_end_checks(bench)
+
+
+def back_end_checks(bench: Bench) -> Iterator[Check]:
+    """What may carry rows instead of the transport, captured and not; then which way is fastest."""
+    for number, mode in enumerate(BACK_ENDS):
+        config = ExchangeConfig(exchange=mode, hierarchical="off", round_tokens=TOKENS)
+        means = f"this back end does not serve here; --exchange auto leaves it out, {mode} would fail"
+        for captured in (False, True):
+            yield Check(
+                name=f"exchange, {mode}{', captured' if captured else ''}",
+                run=partial(_back_end_words, bench, config, captured=captured, first_step=100_000 + 1000 * number),
+                means=means,
+                tries="--exchange bounded decodes without it; the package's own version and CUDA's have to fit torch's",
+            )
+    yield Check(
+        name="exchange, the fastest",
+        run=partial(_fastest_words, bench),
+        means="no way of exchange serves rows as wide as a large model's",
+        tries=TRY_EXACT,
+    )
+
+
+def _back_end_words(bench: Bench, config: ExchangeConfig, *, captured: bool, first_step: int) -> str:
+    lacks = _first_lack(bench, refusal(config.exchange, bench.device))
+    if lacks is not None:
+        raise NotHere(lacks)
+    if captured:
+        return _captured_words(bench, config, bench.transport.size)
+    return _exchange_words(bench, config, bench.transport.size, first_step=first_step)
+
+
+def _first_lack(bench: Bench, mine: str | None) -> str | None:
+    """What this rank lacks, or that another one does: all skip a check, or none."""
+    row = torch.tensor([int(mine is not None)], device=bench.device)
+    lacking = bench.transport.all_gather(row, tag=Tag(0, 0, 0, 0, Kind.CHECK)).wait().flatten().tolist()
+    return mine or (f"rank {lacking.index(1)} lacks it" if any(lacking) else None)
+
+
+def _fastest_words(bench: Bench) -> str:
+    if bench.graphs is None:
+        raise NotHere(f"a {bench.device.type} has one way at a time, which its transport decides")
+    size = bench.transport.size
+    ways = [ExchangeConfig(exchange="bounded", hierarchical="off", round_tokens=FAST_TOKENS)]
+    ways += [replace(ways[0], exchange=mode) for mode in BACK_ENDS]
+    trial = Trial(
+        configs=ways,
+        lacks=lambda config: refusal(config.exchange, bench.device),
+        build=lambda config: _wide_exchange(bench, config, size),
+        time_us=partial(round_us, tokens=FAST_TOKENS),
+    )
+    exchange, tried = fastest(trial, bench.transport, device=bench.device)
+    exchange.close()
+    return "; ".join(lines(tried))
+
+
+def _wide_exchange(bench: Bench, config: ExchangeConfig, size: int) -> Exchange:
+    return Exchange(
+        bench.transport,
+        num_slots=FAST_SLOTS * size,
+        hidden=FAST_HIDDEN,
+        top_k=FAST_TOP_K,
+        dtype=torch.bfloat16,
+        device=bench.device,
+        config=config,
+        ops=exchange_ops(bench.ops),
+        back_end=_open_back_end(bench),
+    )
+
+
+def _open_back_end(bench: Bench) -> Callable[[Blueprint], BackEnd | None]:
+    return opener(bench.transport, lanes=LANES[bench.device.type](bench.device), device=bench.device)
 
 
 def name_of(config: ExchangeConfig) -> str:
@@ -111,20 +194,22 @@ def build_exchange(bench: Bench, config: ExchangeConfig, node_size: int) -> Exch
         config=config,
         topology=Topology(num_ranks=size, node_size=node_size),
         ops=exchange_ops(bench.ops),
+        back_end=_open_back_end(bench),
     )
 
 
 def _exchange_words(bench: Bench, config: ExchangeConfig, node_size: int, *, first_step: int) -> str:
-    self_test(build_exchange(bench, config, node_size), first_step=first_step)
+    with closing(build_exchange(bench, config, node_size)) as exchange:
+        self_test(exchange, first_step=first_step)
     return "every pattern arrived and came back"
 
 
 def _captured_words(bench: Bench, config: ExchangeConfig, node_size: int) -> str:
     if bench.graphs is None:
         raise NotHere(f"a {bench.device.type} has no graphs")
-    exchange = build_exchange(bench, config, node_size)
-    replay_round(exchange, bench.graphs())
-    exchange.check_faults()
+    with closing(build_exchange(bench, config, node_size)) as exchange:
+        replay_round(exchange, bench.graphs())
+        exchange.check_faults()
     return "replayed with other rows, which came back right"
 
 

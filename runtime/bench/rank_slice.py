@@ -23,20 +23,24 @@ from ep.blueprint import Blueprint
 from ep.lanes import LANES, LanedTransport
 from ep.stand_in import Script, StandIn, land, least_level
 
-from ..assembly import build_decoder, load_ranks, weight_source
+from ..assembly import build_decoder
 from ..failure.recorder import Unwatched
 from ..forward.batch import RequestTable
 from ..forward.decoder import Decoder
+from ..graphs.capturing import Captures
+from ..graphs.graph_config import Sizes
 from ..graphs.graph_device import GRAPH_DEVICES
-from ..graphs.graphs import GraphRunner, Sizes
+from ..graphs.graphs import GraphRunner
 from ..graphs.runner import EagerRunner
 from ..graphs.switch import Switch
+from ..graphs.sync_guard import NoGuard
+from ..loading import load_ranks, weight_source
 from ..loop.launcher import Launcher
 from ..model.model_config import read_model_config
 from ..requests.request import Request
 from ..requests.sampling_params import SamplingParams
 from ..sampling.sampler_ops import SamplerOps, sampler_ops
-from ..settings.runner_choice import why_eager
+from ..settings.graph_plan import why_eager
 from ..settings.settling import settle_exchange, topology_of
 from .slice_config import WARM_STEPS, SliceConfig, cut_layers, engine_config, settle_slice, trace_of
 from .slice_routing import exchanges, placements, received_pairs
@@ -111,7 +115,7 @@ class RankSlice:
     @property
     def captured(self) -> bool:
         """Whether steps are replayed as graphs."""
-        return not why_eager(self.settled, ranks_here=1)
+        return not why_eager(self.settled.config, self.model, self.settled.device, ranks_here=1)
 
     def measure(self, batch: int) -> SliceTimes:
         """Real steps of `batch` requests: some to warm up, then as many as the config says, then as many marked."""
@@ -186,16 +190,19 @@ class RankSlice:
         runner = None
         if self.captured:
             device = GRAPH_DEVICES[self.config.device](self.settled.device)
-            runner = GraphRunner(
-                EagerRunner(self._decoder, self._table),
+            eager = EagerRunner(self._decoder, self._table)
+            captures = Captures(
+                eager,
                 self._decoder,
                 self._table,
                 device=MarkedGraphs(device, self._marks) if marked else device,
                 switch=self._switch,
                 sizes=Sizes(decode=(batch,), pieces=()),
                 most_context=batch * self.config.most_positions,
+                guard=NoGuard(),
                 level=level,
             )
+            runner = GraphRunner(eager, self._decoder, self._table, captures)
             runner.prepare()
         return Launcher(
             decoder, self._table, recorder=Unwatched(), overlap=DboConfig(), sampler=self._sampler, runner=runner

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from ..model.model_config import ModelConfig
 from ..weights.weights import DecoderWeights, LayerWeights
 from .part_times import NO_PARTS, NoParts, Part
 
+X = TypeVar("X")
 Through = Callable[[str, Any], Any]
 """What is told (name, ops) of a room and returns them, or others in their place: for whoever times or cuts a step."""
 
@@ -162,6 +163,13 @@ class Decoder:
             now = self._exchange.take_bytes()
             self._sent = ExchangeBytes(self._sent.network + now.network, self._sent.node + now.node)
         return self._sent
+
+    def uncounted(self, work: Callable[[], X]) -> tuple[X, ExchangeBytes]:
+        """Do what is no step: its value, and what it put on the wire, which `sent_bytes` leaves out."""
+        before = self.sent_bytes
+        value = work()
+        now, self._sent = self.sent_bytes, before
+        return value, ExchangeBytes(network=now.network - before.network, node=now.node - before.node)
 
     def self_test(self) -> None:
         """All ranks together, before the first step: whether rows find their slots and come back. See `ep.selftest`."""

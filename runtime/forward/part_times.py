@@ -84,12 +84,12 @@ class PartTimer(NoParts):
         self._steps: deque[StepMeasure] = deque(maxlen=keep)
         self._counts_LE: Tensor | None = None
         self._part = Part.HOST
+        self._wall_ns, self._cpu_ns = time.monotonic_ns(), time.thread_time_ns()
         self._forget()
 
     def _forget(self) -> None:
-        """A step begins now."""
-        self._begin_ns = self._wall_ns = time.monotonic_ns()
-        self._cpu_ns = time.thread_time_ns()
+        """A step begins where the last part ended."""
+        self._begin_ns = self._wall_ns
         self._wall = [0] * len(Part)
         self._cpu = [0] * len(Part)
         self._waits_ns = self._exposed_ns = 0

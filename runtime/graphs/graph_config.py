@@ -8,8 +8,9 @@ piece sizes    64, 128, 256 .. up to a step's tokens        where some rank comp
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..scheduling.cadence import Reason
 from ..scheduling.heartbeat import StepPlan
@@ -31,7 +32,8 @@ class GraphConfig:
     --max-num-seqs goes. A step takes the next larger one."""
 
     debug_sync: bool = False
-    """End the run when a warm step makes the host wait for the GPU, allocates memory or compiles a kernel."""
+    """End the run when a warm step makes the host wait for the GPU, allocates memory, compiles a kernel or opens a
+    communicator, and say what."""
 
     def __post_init__(self) -> None:
         sizes = self.cuda_graph_sizes
@@ -44,6 +46,56 @@ class GraphConfig:
         return sizes[: bisect_left(sizes, most_tokens) + 1]
 
 
+class GraphKey(NamedTuple):
+    """What is recorded apart.
+
+    whole    one graph; else pieces around attention
+    tokens   of a track
+    """
+
+    whole: bool
+    tokens: int
+    tracks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Tokens of a track, ascending, of what is recorded.
+
+    decode, pieces           steps of one track
+    cut_decode, cut_pieces   steps of several
+    tracks                   so many, where there are several
+    row_tokens               most tokens of a row of a whole step: its newest one and drafts
+    """
+
+    decode: tuple[int, ...]
+    pieces: tuple[int, ...]
+    cut_decode: tuple[int, ...] = ()
+    cut_pieces: tuple[int, ...] = ()
+    tracks: int = 1
+    row_tokens: int = 1
+
+    def of(self, *, whole: bool, tracks: int) -> tuple[int, ...]:
+        """Those of one kind of step; none where there are other numbers of tracks."""
+        if tracks == 1:
+            return self.decode if whole else self.pieces
+        if tracks != self.tracks:
+            return ()
+        return self.cut_decode if whole else self.cut_pieces
+
+    def each(self) -> Iterator[GraphKey]:
+        """All, pieces first and the largest of each kind first: they are what takes the most memory."""
+        for whole in (False, True):
+            for tracks in sorted({1, self.tracks}):
+                for tokens in reversed(self.of(whole=whole, tracks=tracks)):
+                    yield GraphKey(whole, tokens, tracks)
+
+    @property
+    def largest_piece(self) -> int:
+        """Tokens; 0 without any."""
+        return max((*self.pieces, *self.cut_pieces), default=0)
+
+
 def piece_sizes(most_tokens: int) -> tuple[int, ...]:
     """Powers of two, the last one at most so many tokens."""
     sizes = []
@@ -52,6 +104,15 @@ def piece_sizes(most_tokens: int) -> tuple[int, ...]:
         sizes.append(size)
         size *= 2
     return tuple(sizes)
+
+
+def cut_sizes(sizes: Sequence[int], *, least: int, most: int, tracks: int, longest_row: int) -> tuple[int, ...]:
+    """Those of `sizes` that a track may be taken to of a step of `least` to `most` tokens that is cut in so many.
+
+    longest_row   tokens of one row, which is not cut
+    """
+    smallest, largest = -(-least // tracks), min(-(-most // tracks) + longest_row - 1, most)
+    return tuple(sizes[bisect_left(sizes, smallest) : bisect_left(sizes, largest) + 1])
 
 
 def has_prompts(plan: StepPlan) -> bool:

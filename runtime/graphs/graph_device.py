@@ -101,20 +101,31 @@ class Recording(Generic[X]):
         self._device = device
         self._program: Program[X] = Program()
         self._step: Any = None
+        self._records = False
+
+    def rehearse(self, work: Callable[[], X], step: Any) -> None:
+        """Run `work` once as it will be recorded, switch points with it: what it asks for first is there afterwards."""
+        self._step = step
+        work()
 
     def record(self, work: Callable[[], X], step: Any) -> Program[X]:
         """Run `work` once in recording; `step` is that of the work that is done outside of graphs meanwhile."""
-        self._step = step
+        self._step, self._records = step, True
         self._device.begin()
         try:
             self._program.value = work()
         finally:
             last = self._device.end()
+            self._records = False
         self._program.parts.append(last)
         return self._program
 
     def outside(self, work: Outside) -> None:
-        """A switch point: end the piece, do `work` now and in every replay, begin the next piece."""
+        """A switch point: end the piece, do `work` now and in every replay, begin the next piece. In a rehearsal, do it
+        now."""
+        if not self._records:
+            work(self._step)
+            return
         self._program.parts.append(self._device.end())
         work(self._step)
         self._program.parts.append(work)

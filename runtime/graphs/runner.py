@@ -7,8 +7,9 @@ Shapes: T tokens here, B sampled positions, D model.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -42,8 +43,24 @@ class Ran:
     prompts: Sequence[PromptPart] = ()
 
 
+@dataclass(slots=True)
+class RunTally:
+    """How one rank's steps were run since the start, where some can be replayed; nothing where none can."""
+
+    replayed: int = 0
+    launched: Counter[str] = field(default_factory=Counter)
+    """Kernel by kernel, by reason."""
+
+    @property
+    def words(self) -> str:
+        """How many were launched kernel by kernel, by reason, the most frequent first."""
+        return ", ".join([f"{count} {why}" for why, count in self.launched.most_common()])
+
+
 class Runner(Protocol):
     """One rank's."""
+
+    tally: RunTally
 
     def bucket(self, plan: StepPlan) -> int:
         """Tokens that the exchanges of a step are sized for: at least the plan's. The same on all ranks."""
@@ -68,6 +85,7 @@ class EagerRunner:
         self._table = table
         self._staggered = staggered
         self._timeline = timeline
+        self.tally = RunTally()
 
     def bucket(self, plan: StepPlan) -> int:
         """As many as the plan says."""

@@ -3,15 +3,18 @@
     piece l      .. project | queries into static memory |                      | what it wrote | output projection ..
     outside                                              | attention of the step |
 
-Attention is handed through the switch when the decoder is built. While nothing is recorded, and while whole steps are,
-it changes nothing. Knows when attention runs; does not know what else a piece holds.
+Where tracks take turns, one track's rows are under way while another attends, and a graph must hold both ends of what
+it begins. So exchanges are cut out as well: begun and waited for between pieces, on the same buffers in every step.
+
+Attention and the transport are handed through the switch when the decoder is built. While nothing is recorded, and
+while whole steps are, it changes nothing. Knows when attention runs; does not know what else a piece holds.
 
 Letters: T tokens of the piece, H heads, N query size without rope, P rope dim, V value head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,21 +24,25 @@ from torch import Tensor
 
 from attention_mla import AttentionOps, MlaConfig, PagedView
 from attention_mla.reference import Queries
+from ep import Pending, Tag, Transport
 
 from .graph_device import Recording
+from .graph_inputs import StaticView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceStep:
-    """What attention needs of a step: its view, as it is, and what all layers share of it."""
+    """What is done outside of pieces needs of a step: its number, and of each track the view, as it is, and what all
+    layers share of it."""
 
-    view: PagedView
-    plan: Any
+    number: int
+    views: Sequence[PagedView]
+    plans: Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchMemory:
-    """What passes between pieces and attention; all layers, and pieces of all sizes, use the same."""
+    """What passes between pieces and attention; all layers, tracks and pieces of all sizes use the same."""
 
     queries: Queries
     out_THV: Tensor
@@ -63,19 +70,25 @@ class Switch:
     def __init__(self) -> None:
         self._recording: Recording[Any] | None = None
         self._memory: SwitchMemory | None = None
+        self._cuts_exchanges = False
 
     @contextmanager
-    def cutting(self, recording: Recording[Any], memory: SwitchMemory) -> Iterator[None]:
-        """Steps that run now are recorded in pieces."""
-        self._recording, self._memory = recording, memory
+    def cutting(self, recording: Recording[Any], memory: SwitchMemory, *, exchanges: bool) -> Iterator[None]:
+        """Steps that run now are recorded in pieces, between which exchanges are left out as well where it says so."""
+        self._recording, self._memory, self._cuts_exchanges = recording, memory, exchanges
         try:
             yield
         finally:
             self._recording = self._memory = None
+            self._cuts_exchanges = False
 
     def through(self, name: str, ops: Any) -> Any:
         """Attention through this switch, all else as it is."""
         return SwitchedAttention(ops, self) if name == "attention" else ops
+
+    def carry(self, transport: Transport) -> Transport:
+        """Exchanges through this switch."""
+        return SwitchedTransport(transport, self)
 
     def plan(self, make: Callable[[], Any]) -> Any:
         """In pieces each step makes its own."""
@@ -91,15 +104,39 @@ class Switch:
         part, out = memory.queries.part(slice(0, num_tokens)), memory.out_THV[:num_tokens]
         part.nope_THN.copy_(queries.nope_THN)
         part.rope_THP.copy_(queries.rope_THP)
-        layer, config, cache = where["layer"], where["config"], where["cache"]
+        layer, config, cache, static = where["layer"], where["config"], where["cache"], where["view"]
+        assert isinstance(static, StaticView), f"{type(static).__name__} in a piece"
+        track = static.track
 
         def attend_step(step: PieceStep) -> None:
-            real = step.view.num_tokens
-            own = {"plan": step.plan, "view": step.view, "config": config, "cache": cache, "layer": layer}
+            view, plan = step.views[track], step.plans[track]
+            real = view.num_tokens
+            own = {"plan": plan, "view": view, "config": config, "cache": cache, "layer": layer}
             ops.attend(part.part(slice(0, real)), weights, out_THV=out[:real], **own)
 
         recording.outside(attend_step)
         out_THV.copy_(out)
+
+    def exchange(self, start: Callable[[Tag], Pending[Tensor]], tag: Tag) -> Pending[Tensor]:
+        """Now, or two switch points that begin it and wait for it in every step."""
+        recording = self._recording
+        if recording is None or not self._cuts_exchanges:
+            return start(tag)
+        under_way: list[Pending[Tensor]] = []
+        arrived: list[Tensor] = []
+
+        def begin(step: PieceStep) -> None:
+            under_way.append(start(tag._replace(step=step.number)))
+
+        def finish(_: PieceStep) -> None:
+            arrived[:] = [under_way.pop().wait()]
+
+        def wait() -> Tensor:
+            recording.outside(finish)
+            return arrived[0]
+
+        recording.outside(begin)
+        return Pending(wait)
 
 
 class SwitchedAttention:
@@ -123,3 +160,35 @@ class SwitchedAttention:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
+
+
+class SwitchedTransport:
+    """A transport with a switch at rows that travel; see `ep.Transport`."""
+
+    def __init__(self, transport: Transport, switch: Switch) -> None:
+        self._transport = transport
+        self._switch = switch
+        self.rank = transport.rank
+        self.size = transport.size
+
+    def all_to_all(
+        self, recv: Tensor, send: Tensor, *, recv_splits: Sequence[int], send_splits: Sequence[int], tag: Tag
+    ) -> Pending[Tensor]:
+        """Into the same memory in every step."""
+
+        def start(tag: Tag) -> Pending[Tensor]:
+            return self._transport.all_to_all(recv, send, recv_splits=recv_splits, send_splits=send_splits, tag=tag)
+
+        return self._switch.exchange(start, tag)
+
+    def all_gather(self, row: Tensor, *, tag: Tag) -> Pending[Tensor]:
+        """No step has one."""
+        return self._transport.all_gather(row, tag=tag)
+
+    def abort(self, cause: BaseException) -> None:
+        """See `ep.Transport`."""
+        self._transport.abort(cause)
+
+    def close(self) -> None:
+        """See `ep.Transport`."""
+        self._transport.close()

@@ -24,6 +24,7 @@ from ..failure.recorder import Recorder
 from ..failure.verdict import Phase
 from ..forward.batch import RequestTable
 from ..forward.decoder import Decoder, DecoderOutput
+from ..forward.device_time import NO_DEVICE_TIME, NoDeviceTime, StepTime
 from ..forward.readback import Readback, read_back
 from ..graphs.runner import EagerRunner, Ran, Runner
 from ..graphs.sync_guard import Guard, NoGuard
@@ -55,8 +56,8 @@ class Launched:
     rows        in the order in which they were sampled
     sampled     None where no row samples
     counts_LE   see `decoder.DecoderOutput`, as is experts_LTK
-    own_us      microseconds that this rank spent on it without waiting for others
-    waited_us   those that it waited
+    own_us      microseconds by the host's clock that this rank spent on it without waiting for others
+    waited_us   those that it waited; see `Launcher.took`
     prompts     what was asked of prompts, None for nothing
     """
 
@@ -109,8 +110,10 @@ class Launcher:
         sampler: SamplerOps | None = None,
         runner: Runner | None = None,
         guard: Guard | None = None,
+        device_time: NoDeviceTime = NO_DEVICE_TIME,
     ) -> None:
         """sampler: None, in torch. runner: None, kernel by kernel. guard: None, steps may make the host wait."""
+        self._device_time = device_time
         self._decoder = decoder
         self._table = table
         self._recorder = recorder
@@ -137,15 +140,24 @@ class Launcher:
         """
         return self._put(step.rows, step.plan, terms, sampling=lambda: None)
 
+    def took(self, step: Launched) -> StepTime:
+        """By the device's clock where it has one. Waits for this step, and for none after it."""
+        cells_2 = step.host.wait("time")
+        if cells_2 is None:
+            return StepTime(own_us=step.own_us, waited_us=step.waited_us)
+        return self._device_time.read(cells_2)
+
     def _put(self, rows: Rows, plan: StepPlan, terms: Terms, *, sampling: Callable[[], None]) -> Launched:
         """The layers, then the sampler; `sampling` is called between them."""
         begin = self._recorder.waited_ns, time.monotonic_ns()
+        self._device_time.begin()
         ran = self.runner.forward(rows, terms, plan)
         sampling()
         sampled = self._sample(ran)
         prompts = None
         if ran.out.prompt_PD is not None:
             prompts = look_up(ran.prompts, ran.out.prompt_PD, head=self._decoder.logits)
+        cells_2 = self._device_time.end()
         own_us, waited_us = self._times_us(*begin)
         out = ran.out
         return Launched(
@@ -154,7 +166,7 @@ class Launcher:
             rows=ran.rows,
             sampled=sampled,
             counts_LE=out.counts_LE,
-            host=_on_host(sampled, out),
+            host=_on_host(sampled, out, cells_2),
             experts_LTK=out.experts_LTK,
             prompts=prompts,
             own_us=own_us,
@@ -177,10 +189,10 @@ class Launcher:
         return max(time.monotonic_ns() - since_ns - waited, 0) // 1000, waited // 1000
 
 
-def _on_host(sampled: Sampled | None, out: DecoderOutput) -> OnHost:
-    """What the host reads of a step."""
+def _on_host(sampled: Sampled | None, out: DecoderOutput, cells_2: Tensor | None) -> OnHost:
+    """What the host reads of a step; `cells_2` are the device's of time."""
     wanted = {} if sampled is None else {"tokens": tokens_of(sampled)}
-    flags = {"overflow": out.overflow, "fault": out.fault}
+    flags = {"overflow": out.overflow, "fault": out.fault, "time": cells_2}
     wanted |= {name: flag for name, flag in flags.items() if flag is not None}
     wanted["pairs"] = torch.as_tensor(out.num_pairs)
     return OnHost(tuple(wanted), read_back(list(wanted.values()), out.hidden_BD.device))

@@ -96,9 +96,9 @@ class Showing(NotShown):
             self._page.write(
                 {
                     "step_us": (now_ns - self._since_ns) // 1000,
-                    "own_us": worker.compute_us,
-                    "exchange_us": worker.exchange_us,
-                    "beat_us": max((waited_ns - self._waited_ns) // 1000 - worker.exchange_us, 0),
+                    "own_us": worker.took.own_us,
+                    "exchange_us": worker.took.waited_us,
+                    "beat_us": max((waited_ns - self._waited_ns) // 1000 - worker.took.waited_us, 0),
                 }
             )
         self._since_ns, self._waited_ns = now_ns, waited_ns

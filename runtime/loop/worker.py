@@ -30,6 +30,7 @@ from ..failure.straggler import StragglerState, watch
 from ..failure.verdict import Phase
 from ..forward.batch import RequestTable
 from ..forward.decoder import Decoder
+from ..forward.device_time import NO_DEVICE_TIME, NoDeviceTime, StepTime
 from ..forward.experts import Experts
 from ..forward.part_times import NO_PARTS, NoParts
 from ..graphs.runner import Runner
@@ -91,6 +92,7 @@ class Worker:
         show: NotShown = NOT_SHOWN,
         runner: Runner | None = None,
         guard: Guard | None = None,
+        device_time: NoDeviceTime = NO_DEVICE_TIME,
     ) -> None:
         self.decoder = decoder
         self.scheduler = scheduler
@@ -105,8 +107,7 @@ class Worker:
         self.watch = PrefillWatch()
         self.pace = Pace()
         self.wish = Wish()
-        self.compute_us = 0
-        self.exchange_us = 0
+        self.took = self.took_read = StepTime(own_us=0, waited_us=0)
         self.expert_pairs = 0
         self.pairs_read = 0
         self.async_depth = async_depth
@@ -127,6 +128,7 @@ class Worker:
             sampler=sampler,
             runner=runner,
             guard=guard,
+            device_time=device_time,
         )
         self.in_flight = InFlight()
         self.counters = StepCounters()
@@ -178,8 +180,9 @@ class Worker:
         for request in self.scheduler.take_entered():
             self.table.enter(request, start=request.num_loaded)
         launched = self.launcher.launch(rows, plan)
-        self.compute_us, self.exchange_us = launched.own_us, launched.waited_us
-        self.expert_pairs = launched.num_pairs() if launched.host.back.is_done() else self.pairs_read
+        if launched.host.back.is_done():  # else the newest that was read says it
+            self.took_read, self.pairs_read = self.launcher.took(launched), launched.num_pairs()
+        self.took, self.expert_pairs = self.took_read, self.pairs_read
         self.in_flight.add(launched)
         self.counters.launched(rows)
         self.parts.ran(plan.step, rows, tracks=plan.tracks)
@@ -246,6 +249,8 @@ class Worker:
             experts=self.experts.stats,
             cut_steps=self.state.overlap.counts.get(Choice.CUT, 0),
             uncut_steps=uncut_words(self.state.overlap),
+            replayed_steps=self.launcher.runner.tally.replayed,
+            launched_steps=self.launcher.runner.tally.words,
             beat_wait_s=counters.beat_wait_ns / 1e9,
             deferred_steps=self.state.cadence.tally.deferred_steps,
             token_balance=self.state.cadence.tally.balance_ratio,
@@ -304,8 +309,8 @@ class Worker:
             spare_tokens=spare,
             pause=int(self.wish.pause),
             drain=int(self.wish.drain),
-            compute_us=self.compute_us,
-            exchange_us=self.exchange_us,
+            compute_us=self.took.own_us,
+            exchange_us=self.took.waited_us,
             expert_pairs=self.expert_pairs,
             migration_ready=self.experts.ready,
             awaiting=scheduler.hand_over.awaits,
@@ -319,7 +324,7 @@ class Worker:
         while len(self.in_flight.unread) > depth:
             self.recorder.stamp(Phase.READ, self.sequence - 1)  # still the step that was agreed last
             step = self.in_flight.read()
-            self.pairs_read = step.num_pairs()
+            self.took_read, self.pairs_read = self.launcher.took(step), step.num_pairs()
             if step.faulty():
                 self.decoder.check_faults()
         if not self.may_overflow:

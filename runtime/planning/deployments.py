@@ -150,7 +150,7 @@ def _point(
     batch = config.scheduler.max_num_seqs
     imbalance = expected_imbalance(settled, site.model, tokens=batch)
     group = group_of(settled, site.model, tokens=batch, imbalance=imbalance)
-    operations = site.costs.operations(CostShape.of(site.model), group)
+    operations = site.costs.operations(CostShape.of(site.model, fp8_cache=config.cache.is_fp8), group)
     costs = StepCosts(operations, comm_share=comm_share(config.overlap, site.costs.hardware))
     step = costs.step_time([StepShape(decode_tokens=batch, context_len=goals.mean_context)], tracks=tracks)
     decode_ms = step.total_us / 1e3 / site.efficiency
@@ -183,7 +183,7 @@ def meets(point: Point, goals: Goals) -> bool:
 def best(found: Sequence[Point]) -> Point:
     """The most tokens a second and GPU; of those within a hundredth the first in order of latents, then of steps.
 
-    Latents in the run's own format come first: fp8 is room, not speed, and changes results.
+    Latents in the run's own format come first: fp8 changes results.
     """
     most = max([point.tokens_per_gpu for point in found])
     near = [point for point in found if point.tokens_per_gpu >= 0.99 * most]

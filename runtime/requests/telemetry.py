@@ -110,6 +110,10 @@ class RankStats:
     """Steps that ran in several tracks; the same on all ranks."""
     uncut_steps: str
     """How many did not, by reason; empty where overlap is off."""
+    replayed_steps: int = 0
+    """Steps that were replayed as graphs here; 0 where nothing is captured."""
+    launched_steps: str = ""
+    """How many were launched kernel by kernel all the same, by reason."""
     beat_wait_s: float = 0.0
     """Seconds in waits for the votes of other ranks."""
     deferred_steps: int = 0

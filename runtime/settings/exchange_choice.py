@@ -4,18 +4,20 @@
     bounded    fixed capacities: no count is waited for, padding costs bytes; what a captured step needs
     by node    one row a token and node over the network, then on inside the node
 
-Pure arithmetic on the cost model's traffic and a device's peaks; reads nothing and builds nothing.
+On GPUs the back ends that are installed stand beside `bounded`, straight to every rank, and a trial at start decides
+(`exchange_trial`). Pure arithmetic on the cost model's traffic and a device's peaks; reads nothing and builds nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ep import ExchangeConfig
+from ep.config import BACK_ENDS, ExchangeMode
 
 from ..costs.roofline import CostShape, RooflineOperations
 from ..weights.hardware import Hardware
-
-Mode = Literal["exact", "bounded"]
 
 MARGIN = 1.1
 """A way round through nodes must promise so much more, for handing rows on is not measured yet."""
@@ -25,7 +27,7 @@ MARGIN = 1.1
 class ExchangeChoice:
     """What was settled, and why: a line for people."""
 
-    mode: Mode
+    mode: ExchangeMode
     hierarchical: bool
     why: str
 
@@ -33,7 +35,7 @@ class ExchangeChoice:
 def choose_exchange(
     shape: CostShape,
     *,
-    mode: str,
+    mode: ExchangeMode,
     hierarchical: str,
     ranks: int,
     node_size: int,
@@ -48,15 +50,26 @@ def choose_exchange(
 
     Raises ValueError when rows are to go by node and nodes are not even.
     """
+    if mode in BACK_ENDS:
+        return ExchangeChoice(mode=mode, hierarchical=False, why=f"{mode} as asked; straight, as it has no other way")
     by_node, why_nodes = _choose_nodes(shape, hierarchical, ranks, node_size, tokens, hardware)
     if mode != "auto":
-        asked: Mode = "bounded" if mode == "bounded" else "exact"
-        return ExchangeChoice(mode=asked, hierarchical=by_node, why=f"{asked} as asked; {why_nodes}")
+        return ExchangeChoice(mode=mode, hierarchical=by_node, why=f"{mode} as asked; {why_nodes}")
     if on_gpu:
         why = "bounded, for a captured step cannot read counts"
         return ExchangeChoice(mode="bounded", hierarchical=by_node, why=f"{why}; {why_nodes}")
     why = "exact, for on a CPU the host is there to count and padding would only cost bytes"
     return ExchangeChoice(mode="exact", hierarchical=by_node, why=f"{why}; {why_nodes}")
+
+
+def to_try(
+    asked: ExchangeConfig, settled: ExchangeConfig, *, installed: Sequence[ExchangeMode]
+) -> tuple[ExchangeConfig, ...]:
+    """What a trial at start compares on GPUs: what was settled, then the back ends that are installed. Nothing where a
+    user has chosen, or asked for what back ends do not have."""
+    if asked.exchange != "auto" or asked.combine == "slots" or asked.hierarchical == "on" or not installed:
+        return ()
+    return (settled, *(replace(asked, exchange=mode, hierarchical="off") for mode in installed))
 
 
 def _choose_nodes(

@@ -6,7 +6,6 @@ would need decide alike here.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,21 +14,24 @@ import torch
 
 from attention_mla import CacheFormat
 from attention_mla.latent_rows import GROUP
-from ep import Topology, buffer_bytes, choose
+from ep import ExchangeConfig, Topology, choose
+from ep.back_ends import installed, refusal
 from ep.blueprint import Blueprint
 from ep.capacity import CapacityPlan, describe
-from moe import ExpertPlacement, spread
+from moe import ExpertPlacement
 
 from ..costs.roofline import CostShape
 from ..loop.rebalance import start_placements
 from ..loop.routing_record import check_writable
 from ..model.model_config import ModelConfig, read_model_config
-from ..scheduling.overlap import refuse_all_sms
 from ..weights.hardware import read_hardware
 from ..weights.memory import MemoryNumbers, MemoryPlan, plan_memory
 from .capacities import read_capacities
 from .config import DTYPES, EngineConfig
-from .exchange_choice import choose_exchange
+from .devices import check_sms, find_device, own_bytes
+from .exchange_choice import choose_exchange, to_try
+from .exchange_sizes import blueprint_of, exchange_bytes, most_at_once
+from .graph_plan import graph_numbers
 from .kernel_choice import OpsName, choose_ops
 
 CPU_CACHE_BYTES = 1 << 30
@@ -52,6 +54,8 @@ class Settled:
     """Of a bounded exchange; None: what level routing needs."""
     exchange_why: str = ""
     """How the exchange is built, and why; empty where there is none."""
+    exchange_tries: tuple[ExchangeConfig, ...] = ()
+    """Ways of exchange that ranks compare when they start, where each is a process; the first is the config's own."""
 
     @property
     def capacity_lines(self) -> list[str]:
@@ -105,16 +109,18 @@ class Settled:
         return self.plan.numbers.keep_shared_fp8
 
 
-def settle(config: EngineConfig, *, local_size: int | None = None) -> Settled:
+def settle(config: EngineConfig, *, local_size: int | None = None, ranks_here: int | None = None) -> Settled:
     """Read the model's configuration and decide what was left open; reads no weight, allocates nothing.
 
     local_size   ranks that the launcher put on each node; None: all of them
+    ranks_here   processes of the group on this node, each with a device of its own as far as there are some; None: all
+                 ranks are threads of this process, and share one
 
     Raises ValueError for a setting or a model that cannot run, with the arithmetic where memory is short.
     """
     model = read_model_config(Path(config.model))
-    device = _device(config.device)
-    _check_sms(config, device)
+    device = find_device(config.device)
+    check_sms(config, device)
     placements = start_placements(config.eplb, model, ranks=config.ranks)
     check_writable(config.eplb, ranks=config.ranks)
     config = replace(config, scheduler=replace(config.scheduler, max_model_len=longest_request(config, model)))
@@ -122,15 +128,24 @@ def settle(config: EngineConfig, *, local_size: int | None = None) -> Settled:
     config = replace(
         config, ops=settle_ops(config, model, device=device), cache=replace(config.cache, kv_cache_dtype=cache_dtype)
     )
-    config, why = settle_exchange(config, model, local_size=local_size, on_gpu=device.type == "cuda")
+    refused = refusal(config.exchange.exchange, device)
+    if refused is not None:
+        raise ValueError(refused)
+    asked, on_gpu = config.exchange, device.type == "cuda"
+    config, why = settle_exchange(config, model, local_size=local_size, on_gpu=on_gpu)
+    tries = ()
+    if on_gpu and model.moe is not None and config.ranks > 1:
+        tries = to_try(asked, config.exchange, installed=installed())
     capacities = settle_capacities(config, model, placements)
     numbers = memory_numbers(
         config,
         model,
-        device_bytes=_device_bytes(device) // config.ranks,
-        on_gpu=device.type == "cuda",
+        device_bytes=own_bytes(device, config.ranks, ranks_here=ranks_here),
+        on_gpu=on_gpu,
         capacities=capacities,
     )
+    tried = [_exchange_bytes(replace(config, exchange=each), model, None) for each in tries[1:]]
+    numbers = replace(numbers, exchange_buffer_bytes=most_at_once(numbers.exchange_buffer_bytes, tried, tries[1:]))
     plan = plan_memory(model, numbers)
     plan.check_fits()
     return Settled(
@@ -143,6 +158,7 @@ def settle(config: EngineConfig, *, local_size: int | None = None) -> Settled:
         topology=topology_of(config),
         capacities=capacities,
         exchange_why=why if model.moe is not None and config.ranks > 1 else "",
+        exchange_tries=tries,
     )
 
 
@@ -248,7 +264,10 @@ def memory_numbers(
     """What the plan depends on. `device_bytes` is one rank's own; kernels take what is in fp8 as stored."""
     config, _ = settle_exchange(config, model, local_size=None, on_gpu=on_gpu)
     cache, scheduler, dtype = config.cache, config.scheduler, run_dtype(config, model)
-    ops = settle_ops(config, model, device=torch.device("cuda" if on_gpu else "cpu"))
+    device = torch.device("cuda" if on_gpu else "cpu")
+    ops = settle_ops(config, model, device=device)
+    settled = replace(config, ops=ops)
+    blueprint = blueprint_of(config, model, dtype=dtype, topology=topology_of(config), capacities=capacities)
     return MemoryNumbers(
         ranks=config.ranks,
         dtype_bytes=dtype.itemsize,
@@ -261,7 +280,8 @@ def memory_numbers(
         keep_shared_fp8=ops == "triton",
         fp8_cache=cache_row(config, model).fp8,
         packs=ops == "onednn",
-        exchange_buffer_bytes=_exchange_bytes(config, model, dtype, capacities),
+        exchange_buffer_bytes=_exchange_bytes(config, model, capacities),
+        graphs=graph_numbers(settled, model, blueprint, device=device, dtype=dtype),
         redundant_experts=config.eplb.num_redundant_experts,
         migration_limit=config.eplb.eplb_bytes_per_step if config.eplb.enable_eplb else 0,
         gpu_memory_utilization=cache.gpu_memory_utilization,
@@ -271,43 +291,7 @@ def memory_numbers(
     )
 
 
-def _exchange_bytes(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, capacities: CapacityPlan | None
-) -> int:
-    if model.moe is None:
-        return 0
-    return buffer_bytes(
-        num_ranks=config.ranks,
-        hidden=model.hidden_size,
-        top_k=model.moe.top_k,
-        dtype=dtype,
-        config=config.exchange,
-        num_tracks=config.overlap.most_tracks,
-        num_slots=spread(model.moe.num_experts, config.ranks, config.eplb.num_redundant_experts).num_slots,
-        topology=topology_of(config),
-        plan=capacities,
+def _exchange_bytes(config: EngineConfig, model: ModelConfig, capacities: CapacityPlan | None) -> int:
+    return exchange_bytes(
+        config, model, dtype=run_dtype(config, model), topology=topology_of(config), capacities=capacities
     )
-
-
-def _device(name: str) -> torch.device:
-    if name not in ("cpu", "cuda"):
-        raise ValueError(
-            f"device is {name!r}; it must be cpu or cuda, e.g. cpu; a rank takes the GPU of its local rank"
-        )
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "device is 'cuda', but torch sees no CUDA device; install a CUDA build of torch and a driver, or use cpu"
-        )
-    return torch.device(name)
-
-
-def _check_sms(config: EngineConfig, device: torch.device) -> None:
-    if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        refuse_all_sms(config.left_sms, device=found.name, multiprocessors=found.multi_processor_count)
-
-
-def _device_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -8,14 +8,16 @@ are exact. Activations are an upper estimate of what the reference path holds at
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
-from attention_mla import fp8_row_bytes
+from attention_mla import fp8_row_bytes, mla_shapes
 from eplb.migration import pool_bytes
 from moe import spread
 
 from ..model.config_fields import shown
 from ..model.model_config import ModelConfig
+from .graph_memory import GraphNumbers, NumberBytes, graph_bytes, page_room_bytes
 from .weight_bytes import WeightBytes, expert_bytes, weight_bytes
 
 _GIB = 1 << 30
@@ -54,6 +56,8 @@ class MemoryNumbers:
     gpu_memory_utilization: float = 0.92
     num_pages: int | None = None
     cache_bytes: int | None = None
+    graphs: GraphNumbers | None = None
+    """None where nothing is captured."""
     cache_limit_bytes: int | None = None
     """Where nothing is said about the cache: it takes what is left, but no more than this."""
 
@@ -73,11 +77,14 @@ class WorkspaceBytes:
     activations: int
     migration: int = 0
     packed: int = 0
+    graphs: int = 0
+    """What programs hold, of which one runs at a time; without what the driver keeps of them itself."""
 
     @property
     def total(self) -> int:
         """All parts."""
-        return self.exchange + self.token_table + self.logits + self.activations + self.migration + self.packed
+        steps = self.exchange + self.token_table + self.logits + self.activations + self.graphs
+        return steps + self.migration + self.packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,13 +172,17 @@ def plan_memory(model: ModelConfig, numbers: MemoryNumbers) -> MemoryPlan:
     kv_bytes = model.num_layers * _row_bytes(model, numbers)
     budget = int(numbers.device_bytes * numbers.gpu_memory_utilization)
     left = budget - weights.total - workspaces.total
+    captured = numbers.graphs is not None
+    room = page_room_bytes(model, _number_bytes(model, numbers), numbers.page_size) if captured else 0
+    num_pages = _num_pages(numbers, page_bytes=kv_bytes * numbers.page_size + room, left=left)
+    workspaces = replace(workspaces, graphs=workspaces.graphs + num_pages * room)
     return MemoryPlan(
         numbers=numbers,
         weights=weights,
         workspaces=workspaces,
         slots_per_rank=slots,
         kv_bytes_per_token=kv_bytes,
-        num_pages=_num_pages(numbers, page_bytes=kv_bytes * numbers.page_size, left=left),
+        num_pages=num_pages,
     )
 
 
@@ -187,6 +198,7 @@ def plan_lines(plan: MemoryPlan, *, contexts: tuple[int, ...] = (1024, 4096, 163
         f"  routers and norms   {gib(weights.router + weights.norms)}",
         f"workspaces            {gib(work.total)}  (exchange {gib(work.exchange)}, tokens {gib(work.token_table)}, "
         f"logits {gib(work.logits)}, activations at most {gib(work.activations)}"
+        + (f", graphs {gib(work.graphs)}" if work.graphs else "")
         + (f", moving experts {gib(work.migration)}" if work.migration else "")
         + (f", packed weights {gib(work.packed)})" if work.packed else ")"),
         f"latent cache          {gib(plan.cache_bytes)}  ({plan.num_pages} pages of {numbers.page_size} tokens, "
@@ -236,19 +248,30 @@ def _workspaces(model: ModelConfig, numbers: MemoryNumbers, slots: int, weights:
     table = numbers.max_num_seqs * line * _TABLE_BYTES
     # The logits, their log-softmax, and the sorted copy that top-k and top-p need.
     logits = 3 * numbers.max_num_seqs * model.vocab_size * numbers.wide_bytes
+    sizes = _number_bytes(model, numbers)
     return WorkspaceBytes(
         exchange=numbers.exchange_buffer_bytes if model.moe is not None else 0,
         token_table=table,
         logits=logits,
-        activations=numbers.max_num_batched_tokens * _activation_bytes_per_token(model, numbers),
+        activations=numbers.max_num_batched_tokens * sizes.activations,
         migration=_migration_bytes(model, numbers, slots),
-        packed=_packed_bytes(weights) if numbers.packs else 0,
+        packed=_packed_bytes(model, weights, numbers) if numbers.packs else 0,
+        graphs=0 if numbers.graphs is None else graph_bytes(model, numbers.graphs, slots=slots, sizes=sizes),
     )
 
 
-def _packed_bytes(weights: WeightBytes) -> int:
-    """Copies of what is multiplied with rows in the run dtype: neither the router nor the head, which are wide."""
-    return weights.experts + weights.shared + weights.dense + weights.attention
+def _number_bytes(model: ModelConfig, numbers: MemoryNumbers) -> NumberBytes:
+    return NumberBytes(numbers.dtype_bytes, numbers.wide_bytes, _activation_bytes_per_token(model, numbers))
+
+
+def _packed_bytes(model: ModelConfig, weights: WeightBytes, numbers: MemoryNumbers) -> int:
+    """Copies of what is multiplied with rows in the run dtype: neither norms nor the router and the head, which are
+    wide. kv_b is there twice: whole, for prompts, and by head."""
+    shapes = mla_shapes(model.mla)
+    norms = sum([shape[0] for shape in shapes.values() if len(shape) == 1])
+    heads = prod(shapes["kv_b_proj.weight"])
+    attention = weights.attention + model.num_layers * (heads - norms) * numbers.dtype_bytes
+    return weights.experts + weights.shared + weights.dense + attention
 
 
 def _migration_bytes(model: ModelConfig, numbers: MemoryNumbers, slots: int) -> int:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from attention_mla.linear_kernels import fp8_linear, linear_blocks
+from attention_mla.linear_kernels import fp8_linear
+from attention_mla.matrix import linear_blocks
 
 pytestmark = pytest.mark.interpret
 

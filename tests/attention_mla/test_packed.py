@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_mla import MlaConfig, MlaWeights, attention_ops
+from attention_mla import attention_ops
 from attention_mla.packed import PackedHeads, PackedLinear
+from attention_mla.weights import MlaWeights, mla_shapes
 
 pytestmark = pytest.mark.skipif(
     not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
@@ -55,18 +56,18 @@ def test_each_weight_is_packed_once_and_none_is_taken_for_another():
         assert_rounded(found, x_TD.double() @ weight_ND.double().T)
 
 
-def test_heads_are_multiplied_one_by_one(make_config: Callable[..., MlaConfig], tensors_of: Callable[..., dict]):
+def test_heads_lie_one_after_the_other_and_are_packed_once(make_config: Any):
     config = make_config()
-    weights = MlaWeights.build(config, tensors_of(config, torch.bfloat16))
-    heads, nope = weights.w_uk_HNC.shape[:2]
-    x_RHN, mean_RHC = drawn(5, heads, nope + 6)[..., :nope], drawn(5, heads, weights.w_uk_HNC.shape[2])
-    packed = PackedHeads()
-    assert_rounded(
-        packed.absorb(x_RHN, weights), torch.einsum("rhn,hnc->rhc", x_RHN.double(), weights.w_uk_HNC.double())
+    weights = MlaWeights.build(
+        config, {name: drawn(*shape, seed=seed) for seed, (name, shape) in enumerate(mla_shapes(config).items())}
     )
-    assert_rounded(
-        packed.expand(mean_RHC, weights), torch.einsum("rhc,hvc->rhv", mean_RHC.double(), weights.w_uv_HVC.double())
-    )
+    heads, packed = weights.heads, PackedHeads()
+    found = packed(weights)
+    assert packed(weights) is found
+    for half, plain in zip(found, heads, strict=True):
+        assert half.is_contiguous()
+        assert not plain.is_contiguous()
+        assert torch.equal(half, plain)
 
 
 @pytest.mark.parametrize("q_lora_rank", [None, 10])

@@ -18,6 +18,7 @@ from attention_mla import (
     absorbed_attention,
     merge,
     naive_attention,
+    reference,
 )
 from tests.attention_mla.spans import Span, view_of
 
@@ -60,7 +61,7 @@ class Case:
         rows = view_of([self.span], page_size=self.page_size, max_absorbed_tokens=count, tiling=tiling).decode
         out_RHV = absorbed_attention(
             self.queries.take(rows.tokens_R),
-            self.weights,
+            self.weights.heads,
             latents=self.cache.rows(0),
             rows=rows,
             softmax_scale=self.config.softmax_scale,
@@ -158,3 +159,18 @@ def test_scores_far_from_zero_stay_finite(form: str, case: Callable[..., Case], 
     steep.queries = Queries(nope_THN=steep.queries.nope_THN * 500, rope_THP=steep.queries.rope_THP * 500)
     out: Any = getattr(steep, form)(Tiling(split_tokens=7, context_chunk=7, query_block=2))
     assert_near(out, steep.definition(), 1e-11)
+
+
+@pytest.mark.parametrize(("num_tokens", "context_len"), [(1, 129), (9, 65), (33, 129), (70, 600)])
+def test_rows_are_the_same_however_few_are_widened_at_once(
+    num_tokens: int,
+    context_len: int,
+    case: Callable[..., Case],
+    assert_near: AssertNear,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    several, tiling = case(num_tokens, context_len), Tiling(split_tokens=64)
+    together = several.absorbed(tiling)
+    for tile_bytes in (1, 3 * 64 * several.config.latent_width * 8):
+        monkeypatch.setattr(reference, "TILE_BYTES", tile_bytes)
+        assert_near(several.absorbed(tiling), together, 1e-13)

@@ -108,9 +108,9 @@ def test_every_rank_makes_the_same_exchanges_in_the_same_order(size: int, num_tr
 
     with torch.inference_mode():
         first, *others = run_ranks(size, on_rank, timeout_s=LIMIT_S)
-    assert first
+    assert bool(first) == (size > 1)  # a rank alone has nobody to send to
     assert all(tags == first for tags in others)
-    assert {tag.track for tag in first} == set(range(num_tracks))
+    assert {tag.track for tag in first} == set(range(num_tracks if size > 1 else 0))
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,17 +44,21 @@ def test_on_two_hosts_a_wait_under_another_tracks_compute_is_hidden():
 
 
 def test_turns_of_a_drive_are_noted_one_after_the_other():
-    def track(seconds: float):
-        time.sleep(seconds)
-        yield Pending.ready(0)
-        time.sleep(seconds)
+    now = itertools.count(0, 10)
 
-    timeline = Timeline()
-    drive([track(0.004), track(0.002)], timeline=timeline)
+    def track(looks: int):
+        for _ in range(looks):
+            next(now)
+        yield Pending.ready(0)
+        next(now)
+
+    timeline = Timeline(now=lambda: next(now))
+    drive([track(4), track(2)], timeline=timeline)
     assert [(span.lane, span.track) for span in timeline.spans] == [("turn", index) for index in (0, 1, 0, 1)]
     begins = [span.begin_ns for span in timeline.spans]
     assert begins == sorted(begins)
-    assert 0.012 <= length([span[3:] for span in timeline.spans]) / 1e9 < 0.1
+    assert [span.end_ns - span.begin_ns for span in timeline.spans] == [50, 30, 20, 20]
+    assert length([span[3:] for span in timeline.spans]) == 120, "they do not overlap"
 
 
 def test_a_timeline_keeps_the_latest():

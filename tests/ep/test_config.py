@@ -12,7 +12,10 @@ from ep import ExchangeConfig, choose
     ("fields", "message"),
     [
         ({"combine": "rank"}, "combine = 'rank': must be one of ranks, slots, for example ranks"),
-        ({"exchange": "fast"}, "exchange = 'fast': must be one of auto, exact, bounded, for example exact"),
+        (
+            {"exchange": "fast"},
+            "exchange = 'fast': must be one of auto, exact, bounded, nccl_ep, symmetric, for example exact",
+        ),
         ({"hierarchical": True}, "hierarchical = True: must be one of auto, on, off, for example on"),
         ({"dispatch_dtype": "int8"}, "dispatch_dtype = 'int8': must be one of run, fp8, for example run"),
         ({"combine_dtype": "fp8"}, "combine_dtype = 'fp8': must be one of run, float32, for example run"),

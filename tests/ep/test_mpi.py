@@ -14,6 +14,8 @@ import pytest
 
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = PROGRAMS.parents[2]
+FOUND_S = 10.0
+"""Half of what a rank is waited for: who takes that long was told nothing."""
 MPIRUN = (Path(sys.executable).with_name("mpirun"), "--allow-run-as-root", "--oversubscribe", "--timeout", "95")
 
 pytestmark = [
@@ -96,5 +98,5 @@ def test_the_last_rank_fails_and_is_named_by_all(reports, scenario, error, words
             assert found["error"] in (error, "PeerFailed"), found
             assert found["culprit"] == culprit, found
             assert words in found["words"], found
-            assert found["seconds"] < 5, found
+            assert found["seconds"] < FOUND_S, found
             assert found["next"] in (error, "PeerFailed"), found

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ep.layout import own_slots
-from ep.places import come_back, given_back, row_places
+from ep.places import come_back, dense_places, given_back, row_places
 from ep.reference import loop_pairs, loop_send_tokens
 
 
@@ -78,3 +79,30 @@ def test_every_pair_that_fitted_both_ways_is_found_again(routing, back):
     pairs_P = torch.cat(came_back)
     found = pairs_P[found_TK.clamp(min=0)].where(found_TK >= 0, -1)
     assert torch.equal(found, expected)
+
+
+def test_dense_places_are_those_of_the_docstring():
+    slots_TK = torch.tensor([[0, 1], [0, 3], [-1, 2]])
+    places = dense_places(slots_TK, slots_per_member=2, num_members=2, num_places=7)
+    assert places.rows_P.tolist() == [3, 0, 1, 3, 1, 2, 3]
+    assert (places.lengths_R.tolist(), places.begin_R.tolist()) == ([3, 3], [0, 3])
+    assert places.back_TJ.tolist() == [[1, -1], [2, 4], [5, -1]]
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 13])
+def test_dense_places_have_the_rows_of_padded_ones_in_the_same_order_without_the_padding(num_rows):
+    generator = torch.Generator().manual_seed(num_rows)
+    slots_TK = torch.randint(-1, 10, (num_rows, 4), generator=generator)
+    sizes = {"slots_per_member": 2, "num_members": 5}
+    padded = row_places(slots_TK, capacity=num_rows, **sizes)
+    dense = dense_places(slots_TK, num_places=5 + 4 * num_rows, **sizes)
+    blocks = padded.rows_P.view(5, 1 + num_rows).tolist()
+    ends = (dense.begin_R + dense.lengths_R).tolist()
+    found = [dense.rows_P[begin:end].tolist() for begin, end in zip(dense.begin_R.tolist(), ends, strict=True)]
+    counts = padded.counts_R.tolist()
+    assert found == [block[: 1 + count] for block, count in zip(blocks, counts, strict=True)]
+    assert dense.begin_R.tolist() == [0, *ends[:-1]]
+    assert (dense.rows_P[ends[-1] :] == num_rows).all()
+    for row, back in enumerate(dense.back_TJ.tolist()):
+        assert all(dense.rows_P[place] == row for place in back if place >= 0)
+        assert sum(place >= 0 for place in back) == sum(place >= 0 for place in padded.back_TJ[row].tolist())

@@ -13,7 +13,7 @@ from ep.stand_in import StandIn, land, least_level
 from ep.terms import MOST_LEVEL
 from ep.transport import Kind, Tag
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 RANKS, SLOTS, TOP_K, HIDDEN, TOKENS = 4, 8, 3, 160, 5
 TAG = Tag(step=7, layer=0, track=0, round=0, kind=Kind.DISPATCH)

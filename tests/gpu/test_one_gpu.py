@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from attention_mla.matrix import Fp8Matrix, linear_blocks
+from attention_mla.triton_ops import TritonOps
+from dbo import DboConfig
 from ep.torch_dist import open_store, open_torch_dist
 from launch.observe.first_contact import decoded, reference_tokens, tiny_config
 from runtime import Engine, SamplingParams
@@ -23,6 +26,7 @@ from runtime.bench.rank_slice import RankSlice
 from runtime.bench.slice_config import SliceConfig
 from runtime.bench.stages import STAND_IN, by_stage
 from runtime.failure.checkup import Outcome, look
+from runtime.forward.device_time import DEVICE_CLOCKS
 from runtime.graphs.graph_device import CudaGraphs, Recording
 from runtime.graphs.graphs import GraphRunner
 from runtime.model.model_config import read_model_config
@@ -52,7 +56,47 @@ def test_warm_steps_neither_wait_nor_allocate():
     config = tiny_config("cuda", "triton", eager=False)
     _, runner = tokens_of(replace(config, graphs=replace(config.graphs, debug_sync=True)), steps=64)
     assert isinstance(runner, GraphRunner)
-    assert runner.num_eager == 0
+    assert runner.tally.words == ""
+
+
+def test_two_tracks_in_a_graph_decode_what_one_does():
+    config = tiny_config("cuda", "triton", eager=False)
+    cut = DboConfig(dbo="on", dbo_decode_token_threshold=1, dbo_prefill_token_threshold=1)
+    wanted, _ = tokens_of(config)
+    found, runner = tokens_of(replace(config, overlap=cut))
+    assert found == wanted
+    assert runner.tally.replayed > 0
+
+
+def test_the_devices_clock_goes_on_by_about_what_events_say():
+    cell, clock = torch.zeros((), dtype=torch.int64, device=CUDA), DEVICE_CLOCKS["cuda"]()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    clock.add(cell, -1)
+    cell.zero_()
+    begin.record()
+    clock.add(cell, -1)
+    torch.cuda._sleep(20_000_000)
+    clock.add(cell, 1)
+    end.record()
+    end.synchronize()
+    assert int(cell) / 1e6 == pytest.approx(begin.elapsed_time(end), rel=0.1)
+
+
+@pytest.mark.parametrize(("num_outputs", "dim"), [(2112, 7168), (24576, 1536), (7168, 16384)])
+def test_torchs_product_of_fp8_blocks_is_right_or_not_taken(num_outputs, dim, record_property):
+    noise = torch.Generator(device=CUDA).manual_seed(0)
+    values_ND = torch.randn(num_outputs, dim, generator=noise, device=CUDA).to(torch.float8_e4m3fn)
+    scales_QG = torch.rand(-(-num_outputs // 128), dim // 128, generator=noise, device=CUDA) + 0.01
+    matrix, ops = Fp8Matrix(values_ND=values_ND, scales_QG=scales_QG), TritonOps()
+    x_TD = torch.randn(64, dim, generator=noise, device=CUDA, dtype=torch.bfloat16)
+    found_TN = ops.linear(x_TD, matrix)
+    [trial] = ops.chosen.trials.values()
+    record_property("trial", repr(trial))
+    weight_ND = linear_blocks(
+        torch.eye(dim, device=CUDA), torch.ones(dim, dim // 128, device=CUDA), values_ND, scales_QG
+    ).T
+    wanted_TN = x_TD.double() @ weight_ND.T
+    assert float((found_TN.double() - wanted_TN).abs().max() / wanted_TN.abs().max()) < 0.05
 
 
 def test_two_ranks_as_threads_of_one_gpu_decode_what_one_rank_does():

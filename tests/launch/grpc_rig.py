@@ -84,7 +84,7 @@ async def served(
         await server.close()
 
 
-async def until(condition: Any, *, within_s: float = 5.0) -> None:
+async def until(condition: Any, *, within_s: float = 25.0) -> None:
     """Wait for what will be true."""
     async with asyncio.timeout(within_s):
         while not condition():

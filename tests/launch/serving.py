@@ -102,7 +102,7 @@ class Served:
     def said(self) -> str:
         return self.path.with_name("said").read_text()
 
-    def wait(self, limit_s: float = 20.0) -> int:
+    def wait(self, limit_s: float = 60.0) -> int:
         return self.process.wait(limit_s)
 
     def end(self) -> None:

@@ -18,7 +18,7 @@ from launch.service.serve_config import LimitsConfig
 from tests.launch.fake_group import FakeGroup, info_of
 from tests.launch.grpc_rig import generate, served
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 SOAK_MESSAGES = 600_000
 INFO, LIMITS = info_of("nowhere"), LimitsConfig(max_n=4)

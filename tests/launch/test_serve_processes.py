@@ -70,7 +70,7 @@ def test_an_abort_ends_the_stream_and_frees_every_page(served: Served):
     assert served.one({"abort": "long"}) is True
     assert served.one({"abort": "long"}) is False
     assert list(line)[-1]["finish_reason"] == "abort"
-    until = time.monotonic() + 10.0
+    until = time.monotonic() + 30.0
     while any(load["used_pages"] or load["running"] for load in served.one({"loads": None})):
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -154,7 +154,7 @@ def test_a_killed_rank_ends_every_stream_with_its_name_within_five_seconds(serve
     assert (health["state"], "rank 1" in health["culprit"]) == ("failed", True)
     assert "group_failed" in served.one({"admit": {"id": "late", "prompt": [5]}})["refused"]
     assert served.wait() == 1
-    assert not psutil.wait_procs(list(family.values()), timeout=10.0)[1]
+    assert not psutil.wait_procs(list(family.values()), timeout=30.0)[1]
     assert "unpickled" not in served.said
 
 

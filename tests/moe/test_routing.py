@@ -118,6 +118,19 @@ def test_top_ids_as_drawn_in_its_docstring() -> None:
     assert scores.tolist() == torch.tensor([[0.5, 0.9, 0.5, 0.9]]).tolist()
 
 
+def test_a_tie_in_one_row_or_with_the_first_left_out_changes_no_order() -> None:
+    noise = torch.Generator().manual_seed(1)
+    scores = torch.rand(40, 64, generator=noise)
+    scores[7, 60] = scores[7].max() + 1
+    scores[7, 3] = scores[7, 60]
+    eighth = scores[9].sort(descending=True).values[7]
+    scores[9, scores[9] == scores[9].sort(descending=True).values[8]] = eighth
+    for rows in (scores, scores[8:9], scores[9:10]):
+        expected = rows.sort(dim=1, descending=True, stable=True).indices[:, :8]
+        assert torch.equal(top_ids(rows, 8), expected)
+    assert top_ids(scores, 64).shape == (40, 64)
+
+
 def test_a_negative_biased_score_beats_a_shut_out_group() -> None:
     """Groups (0 1) (2 3) (4 5), one kept; a mask of 0 instead of -inf would pick expert 2 for the second place."""
     config = replace(V3, hidden_size=1, num_experts=6, top_k=2, num_groups=3, topk_groups=1)

@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where the checkpoint is, or is to be written")
     parser.add_argument("--peers", default=sys.executable, help="Python of the peers' environment")
-    parser.add_argument("--engines", nargs="+", default=["serried", "vllm", "transformers"])
+    parser.add_argument("--engines", nargs="+", default=["serried", "serried_ranks", "vllm", "transformers"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 16, 64])
@@ -75,7 +75,7 @@ def main() -> None:
     with TemporaryDirectory() as away:
         try:
             for name in asked.engines:
-                python = sys.executable if name == "serried" else asked.peers
+                python = sys.executable if name.startswith("serried") else asked.peers
                 running.append(Running(name, python, folder, asked.threads, away))
             results = [_compare(running, size, asked.rounds) for size in asked.sizes]
         finally:
@@ -94,7 +94,7 @@ def _compare(running: Sequence[Running], size: int, rounds: int) -> dict[str, ob
         wall, cpu = (sorted(size * OUTPUT_LEN / answer[key] for answer in answers) for key in ("wall", "cpu"))
         result[name] = {"per_wall_s": round(median(wall), 1), "per_cpu_s": round(median(cpu), 1)}
         _say(
-            f"{size:>3} requests  {name:<13} {median(wall):8.1f} tokens a second ({wall[0]:.1f} .. {wall[-1]:.1f}), "
+            f"{size:>3} requests  {name:<14} {median(wall):8.1f} tokens a second ({wall[0]:.1f} .. {wall[-1]:.1f}), "
             f"{median(cpu):8.1f} a CPU second ({cpu[0]:.1f} .. {cpu[-1]:.1f})"
         )
     return result

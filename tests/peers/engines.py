@@ -1,6 +1,6 @@
 """One engine in a process of its own: it loads a checkpoint, says that it is ready, and runs batches that it is told.
 
-    python engines.py NAME FOLDER [THREADS]       NAME: serried, vllm or transformers
+    python engines.py NAME FOLDER [THREADS]       NAME: serried, serried_ranks, vllm or transformers
 
 Each line on standard input is a number of requests; the answer, on a line of its own that begins with MARK, is JSON:
 wall seconds of the batch, CPU seconds of this process, and the tokens that came out. All engines get the same prompts.
@@ -14,14 +14,19 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 MARK = "@@"
 INPUT_LEN, OUTPUT_LEN = 32, 64
 VOCABULARY = 2048
 MOST_REQUESTS = 64
 MAX_LEN = 256
+NUM_BLOCKS = MOST_REQUESTS * 4
+OPEN = ExitStack()
+"""What lives until this process ends."""
 
 Run = Callable[[list[list[int]]], int]
 """Decode these prompts together; returns the number of tokens that came out."""
@@ -36,16 +41,30 @@ def prompts(num_requests: int) -> list[list[int]]:
 
 
 def serried(folder: str, threads: int) -> Run:
+    """One rank with so many threads."""
+    config = _config(folder, cpu_threads=threads)
+    return _decodes(import_module("runtime").Engine(config))
+
+
+def serried_ranks(folder: str, threads: int) -> Run:
+    """So many ranks, processes of one thread, which divide requests and experts. CPU seconds are rank 0's alone."""
+    config = _config(folder, ranks=threads)
+    group, place = import_module("launch.groups.group"), import_module("launch.groups.place")
+    words = ["generate", folder, "--ranks", str(threads), "--num-blocks", str(NUM_BLOCKS), "--ops", config.ops]
+    telling = group.Telling(say=lambda _: None, on_plan=lambda _: None, on_progress=lambda *_: None)
+    # Not closed: the other ranks end with this process.
+    return _decodes(OPEN.enter_context(group.engine_of(config, place.GroupFlags(), group.Start(words=words), telling)))
+
+
+def _config(folder: str, **settings: int) -> Any:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     runtime = import_module("runtime")
-    config = runtime.EngineConfig(
-        model=folder,
-        ops=os.environ.get("OPS", "auto"),
-        cpu_threads=threads,
-        cache=runtime.CacheConfig(num_blocks=MOST_REQUESTS * 4),
-    )
-    engine = runtime.Engine(config)
-    params = runtime.SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
+    cache = runtime.CacheConfig(num_blocks=NUM_BLOCKS)
+    return runtime.EngineConfig(model=folder, ops=os.environ.get("OPS", "auto"), cache=cache, **settings)
+
+
+def _decodes(engine: Any) -> Run:
+    params = import_module("runtime").SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
 
     def run(batch: list[list[int]]) -> int:
         return sum(len(output.token_ids) for output in engine.generate(batch, params))
@@ -102,7 +121,12 @@ def transformers(folder: str, threads: int) -> Run:
     return run
 
 
-ENGINES: dict[str, Callable[[str, int], Run]] = {"serried": serried, "vllm": vllm, "transformers": transformers}
+ENGINES: dict[str, Callable[[str, int], Run]] = {
+    "serried": serried,
+    "serried_ranks": serried_ranks,
+    "vllm": vllm,
+    "transformers": transformers,
+}
 
 
 def main(name: str, folder: str, threads: int) -> None:

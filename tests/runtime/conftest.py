@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runtime import RequestOutput
-from tests.runtime.mixes import SMALL_V3, Ask, Settings, run_mix
+from tests.runtime.mixes import SMALL_V3, TWO_LAYERS, Ask, Settings, run_mix
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +18,14 @@ def small_v3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with config.json only: weights are seeded dummies, equal for every number of ranks."""
     folder = tmp_path_factory.mktemp("small-v3")
     (folder / "config.json").write_text(json.dumps(SMALL_V3))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of the smallest model."""
+    folder = tmp_path_factory.mktemp("two-layers")
+    (folder / "config.json").write_text(json.dumps(TWO_LAYERS))
     return folder
 
 

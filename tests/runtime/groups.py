@@ -13,6 +13,7 @@ from typing import Any
 from runtime.control.door import open_listener
 from runtime.failure.bare import bare_script
 
+STEP_S = 0.01
 PROGRAM = Path(__file__).with_name("programs") / "beating_rank.py"
 KEY = bytes(range(32))
 
@@ -22,6 +23,7 @@ class Group:
     """Ranks that run beating_rank.py. `said` and `errors`: lines on stdout and stderr of each rank, its pulse's too."""
 
     processes: list[subprocess.Popen[str]]
+    scenario: dict[str, Any]
     said: list[list[str]] = field(default_factory=list)
     errors: list[list[str]] = field(default_factory=list)
     ended: dict[int, float] = field(default_factory=dict)
@@ -31,13 +33,13 @@ class Group:
     def start(cls, directory: Path, scenario: dict[str, Any], *, size: int = 4, **limits: float) -> Group:
         """scenario: steps, step_s, and by rank what it does: {"at": [step, phase], "deed": ...}."""
         pulse_hub, control_hub = open_listener("lo"), open_listener("lo")
-        group = cls(processes=[])
+        group = cls(processes=[], scenario={"steps": 10_000, "step_s": STEP_S, "ranks": {}} | scenario)
         for rank in range(size):
             listeners = (pulse_hub, control_hub)
             hubs = [str(hub.fileno() if rank == 0 else hub.getsockname()[1]) for hub in listeners]
             arguments = [str(rank), str(size), *hubs, KEY.hex(), str(directory), json.dumps(limits)]
             process = subprocess.Popen(
-                bare_script(PROGRAM, *arguments, json.dumps({"steps": 10_000, "step_s": 0.01, "ranks": {}} | scenario)),
+                bare_script(PROGRAM, *arguments, json.dumps(group.scenario)),
                 pass_fds=[hub.fileno() for hub in listeners] if rank == 0 else [],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -102,8 +104,21 @@ class Group:
     @property
     def seconds(self) -> float:
         """From the deed to the end of the last rank."""
+        return max(self.ended.values()) - self._deed
+
+    @property
+    def slowness(self) -> float:
+        """How many times as long as they slept the steps before the deed took, from 1 to 2; 2 where there were none."""
+        [step] = [what["at"][0] for what in self.scenario["ranks"].values() if "at" in what] or [0]
+        if step == 0:
+            return 2.0
+        ready = max(at for rank in range(len(self.processes)) for at in self.heard(rank, "ready"))
+        return min(max((self._deed - ready) / (step * self.scenario["step_s"]), 1.0), 2.0)
+
+    @property
+    def _deed(self) -> float:
         [deed] = [at for rank in range(len(self.processes)) for at in self.heard(rank, "act")]
-        return max(self.ended.values()) - deed
+        return deed
 
     def words(self) -> dict[int, list[str]]:
         """The lines in which each rank says how the group ends."""

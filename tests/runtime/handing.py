@@ -47,7 +47,7 @@ def total(engine: Engine, name: str) -> int:
     return sum(getattr(stats.kv, name) for stats in engine.stats().ranks)
 
 
-def check_whole(engine: Engine, *, within_s: float = 10.0) -> None:
+def check_whole(engine: Engine, *, within_s: float = 30.0) -> None:
     """Between waves: every page comes back, whoever held it for others."""
     end = time.monotonic() + within_s
     for worker in workers(engine):

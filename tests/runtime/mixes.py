@@ -50,6 +50,18 @@ SMALL_V3 = {
     "torch_dtype": "bfloat16",
 }
 
+TWO_LAYERS = SMALL_V3 | {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "q_lora_rank": None,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""A dense layer and one of experts: for kernels in the interpreter, which takes its time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import runtime.assembly
 import runtime.graphs.runner
+import runtime.loading
 from dbo import drive
 from ep import RequestError, SerriedError
 from runtime import Engine, EngineConfig, FinishReason, SamplingParams
@@ -324,10 +325,12 @@ def test_at_depth_1_a_step_is_launched_before_the_one_before_it_is_read(small_v3
 
 def test_the_plan_is_announced_before_anything_is_read_or_allocated(small_v3: Path, monkeypatch: pytest.MonkeyPatch):
     order = []
+    parts = {"load_shared": runtime.loading, "load_banks": runtime.loading}
     for name in ("load_shared", "load_banks", "LatentCache", "RequestTable"):
-        plain = getattr(runtime.assembly, name)
+        module = parts.get(name, runtime.assembly)
+        plain = getattr(module, name)
         noted = lambda *a, f=plain, n=name, **k: (order.append(n), f(*a, **k))[1]  # noqa: E731
-        monkeypatch.setattr(runtime.assembly, name, noted)
+        monkeypatch.setattr(module, name, noted)
     Engine(engine_config(small_v3, Settings()), on_plan=lambda plan: order.append("plan")).close()
     assert order[0] == "plan"
     assert set(order) == {"plan", "load_shared", "load_banks", "LatentCache", "RequestTable"}

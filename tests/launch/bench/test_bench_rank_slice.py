@@ -8,7 +8,7 @@ import pytest
 
 from launch.commands import run_command
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 WORDS = ["rank-slice", "--model", "tiny-v3", "--ep", "4", "--batch", "4", "--context", "64", "--layers", "3"]
 

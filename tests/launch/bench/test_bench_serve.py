@@ -15,7 +15,7 @@ from launch.commands import COMMANDS, parse_flags
 from tests.launch.fake_group import FakeGroup
 from tests.launch.grpc_rig import served
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 VLLM_KEYS = {
     "date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate",
@@ -61,7 +61,7 @@ def test_no_more_run_at_a_time_than_are_allowed_and_failures_are_results():
     assert most == 3
     assert [number for number, one in enumerate(outcomes) if one.error] == [3]
     assert outcomes[3].error == "ValueError: no room"
-    assert all(0.005 < one.ttft <= one.latency < 0.5 for one in outcomes)
+    assert all(0.005 < one.ttft <= one.latency < 5.0 for one in outcomes)
 
 
 def test_figures_are_those_of_the_definition():
@@ -144,7 +144,7 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("kind", ["http", "grpc"])
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_a_server_that_is_not_there_is_refused_in_one_line(kind, capsys, monkeypatch):
     monkeypatch.setattr(serve_clients, "CONNECT_S", 0.5)
     url = f"{kind}://127.0.0.1:{free_port()}"

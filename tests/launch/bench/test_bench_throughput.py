@@ -195,7 +195,7 @@ def test_the_page_is_whole_in_itself_and_shows_every_plot(files: Path, found: di
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no browser: apt install chromium")
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(240)
 def test_a_browser_without_a_network_opens_the_page_without_errors_and_draws(files: Path, tmp_path: Path):
     done = subprocess.run(
         [
@@ -210,7 +210,7 @@ def test_a_browser_without_a_network_opens_the_page_without_errors_and_draws(fil
     assert (tmp_path / "page.png").stat().st_size > 40_000, "an empty page is far smaller"
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_a_sweep_has_a_point_for_each_number_of_requests_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     page = tmp_path / "sweep.html"
     words = [*SMALL, "--concurrency", "4", "1", "--waves", "1", "--decode-only", "--report", str(page)]
@@ -227,7 +227,7 @@ def test_a_sweep_has_a_point_for_each_number_of_requests_at_once(tmp_path: Path,
     assert "4 at once: " in text
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_latency_of_a_batch_is_measured_again_and_again(capsys: pytest.CaptureFixture[str]):
     assert run_command("bench", ["latency", *SMALL, "--batch-size", "2", "--num-iters", "3"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -345,7 +345,7 @@ def launchers() -> list[Any]:
     ]
 
 
-@pytest.mark.timeout(110)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("command", "words", "transport"), launchers())
 def test_ranks_as_processes_are_measured_and_give_the_same_tokens(
     found: dict[str, Any], tmp_path: Path, command: list[str], words: list[str], transport: str

@@ -114,7 +114,7 @@ def test_words_come_out_as_they_went_in_without_a_profile():
     assert origins.profile == {}
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_tokens_are_those_of_the_settings_as_flags(profile, capsys):
     file = profile('[settings]\nranks = 2\ntransport = "threads"\nmax_num_seqs = 2\ndtype = "float64"\n')
     said = []

@@ -9,6 +9,7 @@ from launch.command.report import (
     LONG_LOAD,
     error_line,
     exchange_line,
+    graph_line,
     loading_bar,
     overflow_line,
     overlap_line,
@@ -83,6 +84,14 @@ def test_what_the_exchange_sends_is_told_for_the_rank_that_sends_most():
     mib = 2**20
     sent = group(2, lambda rank: {"steps": 4, "network_bytes": 8 * mib * rank, "node_bytes": mib})
     assert exchange_line(sent) == "exchange, a step and rank: 2.00 MiB to other nodes, 0.25 MiB inside the node"
+
+
+def test_replayed_steps_are_told_of_the_rank_that_replays_least_where_any_can_be():
+    assert graph_line(group(2, lambda _: {"steps": 9})) is None
+    assert graph_line(group(1, lambda _: {"steps": 9, "replayed_steps": 9})) == "9 of 9 steps were replayed as graphs"
+    words = ["", "2 run again exactly"]
+    told = graph_line(group(2, lambda r: {"steps": 9, "replayed_steps": 9 - 2 * r, "launched_steps": words[r]}))
+    assert told == "7 of 9 steps were replayed as graphs; kernel by kernel: 2 run again exactly"
 
 
 def test_cut_steps_are_told_where_overlap_is_not_off():

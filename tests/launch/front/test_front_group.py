@@ -30,7 +30,7 @@ from tests.launch.front_rig import ScriptedLink, group_on
 from tests.runtime.ranks.test_wire import STATS
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4)
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 
 
 def scripted(script: Callable[[FrontGroup, ScriptedLink], Awaitable[None]], *, ready: bool = True, **settings) -> None:

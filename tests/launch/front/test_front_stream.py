@@ -11,7 +11,7 @@ from launch.front.front_stream import OpenStream
 from runtime.requests.outputs import News, TokenLogprob
 from runtime.requests.request import FinishReason
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 
 
 def stream_of(n: int = 1, **more) -> tuple[OpenStream, list]:

@@ -22,7 +22,7 @@ def start(*command: str) -> "subprocess.Popen[str]":
 
 def found(process: "subprocess.Popen[str]") -> list[str]:
     """What each rank says that it is, as rank 0 prints it once they have met; [] from a node without rank 0."""
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("[{")]
     assert len({rank["key"] for line in lines for rank in line}) <= 1

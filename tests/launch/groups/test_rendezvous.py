@@ -15,7 +15,7 @@ from runtime.control.door import open_listener
 from runtime.control.frames import WrongKey
 
 FIELDS = (("--seed", "0"),)
-SOON = RendezvousConfig(start_timeout=10.0)
+SOON = RendezvousConfig(start_timeout=30.0)
 
 
 def launched(rank: int, *, size: int = 3, nodes: int = 1, master_host: str = "127.0.0.1") -> World:

@@ -44,14 +44,17 @@ def pages(tmp_path: Path) -> list[ShowPage]:
 
 def test_every_rank_has_its_line_and_rates_are_from_one_look_to_the_next(tmp_path: Path, pages: list[ShowPage]):
     looks = Looks(tmp_path / "base")
+    begin_ns = time.monotonic_ns() - 10**9
+    pages[0].write({"beat_ns": begin_ns})
     [group] = looks.look()
     assert [rank["tokens_per_s"] for rank in group["ranks"]] == [None, None]
     assert group["expert_balance"] == 0.5
-    later_ns = time.monotonic_ns() + 10**9
-    pages[0].write({"beat_ns": later_ns, "generated_tokens": 90, "mean_pairs": 19, "most_pairs": 30, "steps": 11})
+    pages[0].write(
+        {"beat_ns": begin_ns + 2 * 10**9, "generated_tokens": 90, "mean_pairs": 19, "most_pairs": 30, "steps": 11}
+    )
     [group] = looks.look()
     first, second = group["ranks"]
-    assert first["tokens_per_s"] == pytest.approx(20.0, rel=0.1)
+    assert first["tokens_per_s"] == pytest.approx(20.0)
     assert (second["tokens_per_s"], second["waiting"], second["cache_used"]) == (0.0, 2, pytest.approx(0.4))
     assert group["expert_balance"] == pytest.approx(0.9), "of the steps since"
     assert (group["ranks_of_group"], group["warnings"], group["failed"]) == (4, [], None)
@@ -88,7 +91,7 @@ def test_late_full_and_degraded_ranks_are_warned_of(tmp_path: Path, pages: list[
     assert Looks(tmp_path / "base").look()[0]["ranks"][0]["state"] == "idle", "nothing is expected of it"
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 def test_a_rank_whose_process_is_stopped_or_gone_shows_as_such_before_the_group_knows(
     tmp_path: Path, pages: list[ShowPage]
 ):
@@ -145,7 +148,7 @@ def test_the_strip_rises_with_the_load():
     assert group_heat([]) == []
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_ranks_that_are_threads_show_what_they_did(tmp_path: Path, tiny: str):
     display = Display("run", chosen=tmp_path / "base")
     config = EngineConfig(model=tiny, ranks=2)
@@ -168,7 +171,7 @@ def test_ranks_that_are_threads_show_what_they_did(tmp_path: Path, tiny: str):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(110)
+@pytest.mark.timeout(240)
 def test_a_stopped_rank_of_four_processes_shows_as_stopped_while_the_others_are_seen(tmp_path: Path, tiny: str):
     base = tmp_path / "base"
     words = ["bench", "throughput", tiny, "--ranks", "4", "--num-blocks", "64", "--num-prompts", "32"]
@@ -210,7 +213,7 @@ def wait_for(looks: Looks, met: Any) -> list[dict[str, Any]]:
     raise AssertionError(f"not seen in time: {looks.look()}")
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 def test_whatever_else_lies_in_the_folder_is_passed_over(
     tmp_path: Path, pages: list[ShowPage], capsys: pytest.CaptureFixture[str]
 ):

@@ -135,6 +135,26 @@ def test_no_deployment_beats_one_of_the_front_in_both(planned):
     assert len({(point["ranks"], point["tracks"]) for point in front}) > 2
 
 
+def test_steps_over_latents_in_fp8_are_timed_as_such(planned):
+    """With 64 heads the core reads latents for longer than it computes with them; with 128 it does not."""
+
+    def decode_ms(model: str, cache: str, context: int) -> float:
+        line = f"{model} --gpus 32 --ranks 32 --batch 64 --context {context} --kv-cache-dtype {cache} --json"
+        [point] = [each for each in json.loads(planned(line)[1][-1])["pareto"] if each["tracks"] == 1][:1]
+        return point["decode_ms"]
+
+    saved = [
+        decode_ms("kimi-k2", "bfloat16", context) - decode_ms("kimi-k2", "fp8", context) for context in (2048, 4096)
+    ]
+    assert 1.0 < saved[0] < saved[1] < 5.0
+    assert decode_ms("deepseek-v3", "fp8", 2048) == decode_ms("deepseek-v3", "bfloat16", 2048)
+    _, lines, _ = planned("deepseek-v3 --gpus 8 --batch 64 --context 2048 --kv-cache-dtype fp8")
+    sums = labelled(lines)
+    assert sums["times from"].startswith("tables of DeepSeek-V3 on NVIDIA H200 SXM, scaled by the ratio")
+    layers, latent, scales, width, rope, wide, token_bytes = numbers(sums["a token's latents"])
+    assert layers * (latent + scales * width + rope * wide) == token_bytes == 61 * 656
+
+
 def test_prompts_elsewhere_cost_no_step_here(planned):
     here, elsewhere = (
         json.loads(planned(f"{SHOW} --batch 64 --ranks 32 --prefill {where} --json")[1][-1])["pareto"][0]

@@ -24,7 +24,7 @@ from launch.groups.rendezvous import RendezvousConfig, meet, open_gate  # noqa: 
 from launch.groups.spawn import start_ranks  # noqa: E402
 from launch.groups.world import detect, own_world  # noqa: E402
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 def main() -> None:

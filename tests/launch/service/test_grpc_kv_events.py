@@ -6,7 +6,7 @@ from launch.front.front_client import KvEvents, StoredBlock
 from launch.service import grpc_kv_events
 from launch.service.grpc_kv_events import KvRelay
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 
 
 def block(number: int, parent: int | None = None) -> StoredBlock:
@@ -26,7 +26,7 @@ def relay() -> KvRelay:
 async def heard(relay: KvRelay, start: int = 0, *, count: int) -> list:
     batches = relay.subscribe(start, loads_first=False)
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             return [await anext(batches) for _ in range(count)]
     finally:
         await batches.aclose()

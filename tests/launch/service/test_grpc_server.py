@@ -21,7 +21,7 @@ from launch.service.serve_config import LimitsConfig, ServeConfig
 from tests.launch.fake_group import FakeGroup
 from tests.launch.grpc_rig import Served, generate, get, served, until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 Code = grpc.StatusCode
 
 
@@ -155,7 +155,7 @@ def test_over_tls_only_those_with_the_right_certificate_get_in(run, tiny, certif
         async with channel:
             try:
                 stub = pb_grpc.VllmEngineStub(channel)
-                return str(len([m async for m in stub.Generate(generate(), timeout=5)]))
+                return str(len([m async for m in stub.Generate(generate(), timeout=25)]))
             except grpc.aio.AioRpcError as error:
                 return error.code().name
 
@@ -241,8 +241,9 @@ def test_it_can_be_stopped_before_the_ranks_are_ready(run, tiny):
     async def body():
         group, log = FakeGroup(tiny), io.StringIO()
         group.ready.clear()
+        before = signal.getsignal(signal.SIGTERM)
         serving = start(group, log)
-        await asyncio.sleep(0.05)
+        await until(lambda: signal.getsignal(signal.SIGTERM) != before)
         os.kill(os.getpid(), signal.SIGTERM)
         await serving
         assert group.drained == []

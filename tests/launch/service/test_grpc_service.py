@@ -15,7 +15,7 @@ from launch.front.front_client import Health, KvEvents, StoredBlock
 from launch.service.grpc_facts import default_sampling
 from tests.launch.grpc_rig import Served, generate, served, until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 Code = grpc.StatusCode
 
 

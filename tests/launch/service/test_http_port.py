@@ -5,7 +5,7 @@ import pytest
 from launch.service.http_port import HttpPort, Page
 from tests.launch.grpc_rig import get
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 
 
 async def with_port(body):

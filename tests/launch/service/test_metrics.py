@@ -25,7 +25,8 @@ RANK = RankStats(
     prefix_queries=100, prefix_hits=64, num_pages=8, free_pages=6, running=1, waiting=0, slow_steps=3, degraded=False,
     expert_balance=0.8, overflow_steps=1, rerun_steps=2, network_bytes=1000, node_bytes=2000, mean_pairs=60.0,
     most_pairs=80, experts=RebalanceStats(rebalances=4, bytes_moved=5000), cut_steps=6,
-    uncut_steps="3 too small, 2 no gain", deferred_steps=9, token_balance=0.7,
+    uncut_steps="3 too small, 2 no gain", deferred_steps=9, token_balance=0.7, replayed_steps=30,
+    launched_steps="8 run again exactly, 2 larger than any captured",
 )  # fmt: skip
 
 
@@ -82,6 +83,8 @@ def test_lockstep_has_names_of_its_own(metrics):
     assert samples["serried:uncut_steps_total", "too small"] == 3
     assert samples["serried:uncut_steps_total", "no gain"] == 2
     assert samples["serried:overflow_steps_total", "0"] == 1
+    assert samples["serried:replayed_steps_total", "0"] == 30
+    assert samples["serried:launched_steps_total", "0", "larger than any captured"] == 2
     assert (samples["serried:rebalances_total",], samples["serried:rebalance_bytes_total",]) == (4, 5000)
     assert samples["serried:rank_state", "1", "degraded"] == 1
     assert samples["serried:group_state", "ready"] == 1

@@ -10,9 +10,7 @@ import pytest
 from runtime.bench.overlap_bench import EngineTimes, OverlapLoad, OverlapTimes
 from tests.runtime.measuring import run
 
-SLEEP = {"abreast": "sleep abreast 1", "staggered": "sleep staggered 2"}
-STEP_S = 6 * 0.04
-"""Dispatches, or combines, of a step."""
+PASS = {"abreast": "pass abreast 1", "staggered": "pass staggered 2"}
 
 
 def hidden(rank: dict[str, list[float]]) -> tuple[float, float]:
@@ -21,27 +19,16 @@ def hidden(rank: dict[str, list[float]]) -> tuple[float, float]:
     return (one_s - two_s) / one_exposed_s, 1.0 - two_exposed_s / one_exposed_s
 
 
-def wakes_in_time(rank: dict[str, list[float]], order: str) -> bool:
-    """Whether its sleeps took about as long as they should: on a busy machine they do not."""
-    compute_s = STEP_S * (1 + float(SLEEP[order].split()[-1]))
-    return all(took_s - exposed_s < 1.1 * compute_s for took_s, exposed_s in rank.values())
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("order", SLEEP)
+@pytest.mark.parametrize("order", PASS)
 def test_two_tracks_hide_most_of_an_exchange_as_long_as_the_compute(tmp_path: Path, order: str):
-    """Staggered, attention is made twice as long: it alone covers the exchanges."""
-    fair = []
-    for _ in range(4):
-        [ranks] = run(tmp_path, SLEEP[order]).values()
-        shares = [hidden(rank) for rank in ranks]
-        if all(share >= 0.6 for both in shares for share in both):
-            return
-        if all(wakes_in_time(rank, order) for rank in ranks):
-            fair.append(shares)
-    if not fair:
-        pytest.skip(f"this machine is too busy to wake sleepers in time: {ranks}")
-    pytest.fail(f"hidden by clock and by timeline: {fair}")
+    """Staggered, attention is made twice as long: it alone covers the exchanges. Other work stops the clock."""
+    [ranks] = run(tmp_path, PASS[order]).values()
+    shares = [hidden(rank) for rank in ranks]
+    assert all(share >= 0.6 for both in shares for share in both), shares
+
+
+TRIES = 4
 
 
 def has_its_core(rank: dict[str, Any]) -> bool:
@@ -75,16 +62,22 @@ def test_two_tracks_of_the_engine_hide_most_of_what_a_slow_link_costs_ranks_with
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_tracks_of_the_engine_hide_most_of_what_a_slow_link_costs_by_the_clock_on_the_wall(tmp_path: Path):
-    """Only ranks that have a core each count: else the figure is of what else the machine does, high or low."""
-    tries = []
-    for _ in range(3):
+    """Only ranks that have a core each count, in one of several tries: else the time is of what else the machine does.
+    What each try's trace says of its waits holds whatever has the core.
+    """
+    fair, tries = [], []
+    for _ in range(TRIES):
         [ranks] = run(tmp_path, "hide wall").values()
         tries.append(ranks)
         if not all(map(has_its_core, ranks)):
-            pytest.skip(f"other work leaves these ranks no core each: {shares(tries)}")
+            continue
         if all(map(hides_most, ranks)):
             return
-    pytest.fail(f"hidden by clock and by trace: {shares(tries)}")
+        fair.append(ranks)
+    assert max(min(rank["by_trace"] for rank in ranks) for ranks in tries) >= 0.6, shares(tries)
+    if not fair:
+        pytest.skip(f"other work leaves these ranks no core each, {TRIES} times over: {shares(tries)}")
+    pytest.fail(f"hidden by clock and by trace: {shares(fair)}")
 
 
 @pytest.mark.slow

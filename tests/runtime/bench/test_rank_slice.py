@@ -10,7 +10,7 @@ from runtime.bench.slice_config import SliceConfig, cut_layers, engine_config
 from runtime.bench.stages import LAYER_BEGINS, STAGES, by_stage
 from runtime.model.model_config import read_model_config
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def config(**changes) -> SliceConfig:

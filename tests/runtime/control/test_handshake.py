@@ -32,7 +32,7 @@ def call(address, *, rank=3, terms=TERMS, key=KEY) -> tuple[threading.Thread, li
 
     def run() -> None:
         try:
-            found.append(connect(address, rank=rank, terms=terms, key=key, timeout_s=5))
+            found.append(connect(address, rank=rank, terms=terms, key=key, timeout_s=30))
         except LinkError as error:
             found.append(error)
 
@@ -84,7 +84,7 @@ def test_a_caller_without_the_key_cannot_answer_for_one_who_has_it(door):
 
 
 def wait_for(door: Door, ready):
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while not ready() and time.monotonic() < end:
         assert door.admit(0.01) == []
     return ready()

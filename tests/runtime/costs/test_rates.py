@@ -128,7 +128,7 @@ def test_a_device_with_rates_is_timed_by_them(tmp_path: Path):
     assert costs.source(LITE) == "rates measured on CPU"
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_everything_is_measured_and_rises():
     rates = measure_rates(CPU, TINY)
     curves = [rates.product_us, rates.expert_us, rates.core_us, rates.layer_us, rates.host_us]

@@ -77,7 +77,7 @@ def groups(tmp_path_factory):
     def wait_for(name: str) -> tuple[Group, Path]:
         with arrived:
             assert arrived.wait_for(lambda: name in started, 60)
-        started[name].join(40)
+        started[name].join(80)
         return started[name], folders[name]
 
     yield wait_for
@@ -87,7 +87,10 @@ def groups(tmp_path_factory):
 
 
 def check_end(group: Group, *, culprit: int, words: str, within_s: float = 5.0) -> None:
-    """Everybody who could speak named the culprit in one line, all ended in time, no pulse is left."""
+    """Everybody who could speak named the culprit in one line, all ended in time, no pulse is left.
+
+    within_s   on a machine that is free; up to twice as long where the steps before took longer, too
+    """
     said = group.words()
     for rank, lines in said.items():
         dead = group.codes[rank] not in (0, 1) and rank == culprit and not lines
@@ -96,7 +99,7 @@ def check_end(group: Group, *, culprit: int, words: str, within_s: float = 5.0) 
         assert dead or words in lines[0], lines
         assert dead or f"[rank {rank} ends; flight record " in lines[0], lines
     assert all(code != 0 for code in group.codes), group.codes
-    assert group.seconds < within_s
+    assert group.seconds < within_s * group.slowness
     check_nobody_left(group)
 
 
@@ -205,11 +208,23 @@ def test_a_silent_hub_is_named_by_every_pulse(groups):
 
 
 @pytest.mark.slow
-def test_who_only_looks_dead_is_left_alone(groups):
-    """For 5 s one rank holds its interpreter's lock and one waits for a file; one gets 5% of a core all the time."""
+def test_who_only_looks_dead_is_left_alone(groups, tmp_path):
+    """For 5 s one rank holds its interpreter's lock and one waits for a file; one gets 5% of a core all the time.
+
+    Where who stops it gets no core for long, the rank is stopped in earnest, and it has to be done again.
+    """
     group, _ = groups("looks dead")
-    [longest] = group.heard(3, "stopped")
-    assert longest < 1.0, f"the test itself stopped the rank for {longest:.1f} s; this machine is too busy for it"
+    stopped = [group.heard(3, "stopped")]
+    while not stopped[-1] or stopped[-1][0] >= 1.0:
+        assert len(stopped) < 4, f"the test itself stopped the rank for so many seconds: {stopped}; {group.errors}"
+        folder = tmp_path / str(len(stopped))
+        folder.mkdir()
+        group = Group.start(folder, SCENARIOS["looks dead"][0])
+        try:
+            group.join(40)
+        finally:
+            group.kill()
+        stopped.append(group.heard(3, "stopped"))
     assert group.codes == [0, 0, 0, 0], group.errors
     assert group.errors == [[], [], [], []]
 

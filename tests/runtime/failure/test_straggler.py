@@ -239,9 +239,12 @@ def test_how_much_longer_a_step_may_take_is_the_largest_factor_of_its_parts():
 
 def test_hundreds_of_ranks_are_judged_in_a_moment_whatever_their_times():
     times = [100 + 10 * rank for rank in range(320)]
-    begin = time.process_time()
-    found = slowness(times, [even(0, 0)] * 320, ratio=1.5)
-    assert time.process_time() - begin < 0.05
+    took = []
+    for _ in range(3):
+        begin = time.process_time()
+        found = slowness(times, [even(0, 0)] * 320, ratio=1.5)
+        took.append(time.process_time() - begin)
+    assert min(took) < 0.05
     assert sum(value is not None and value >= 1.5 for value in found) <= 8
 
 

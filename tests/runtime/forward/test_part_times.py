@@ -46,7 +46,7 @@ def decode(folder: str, instruments: Instruments | None, *, pages: int = 64, **s
         return tokens, engine.stats(), exchange
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("dbo", ["off", "on"])
 def test_measuring_changes_no_token_and_its_parts_are_of_the_steps_that_ran(folder: str, dbo: str):
     overlap = DboConfig(dbo=dbo, dbo_decode_token_threshold=1, dbo_prefill_token_threshold=1)  # type: ignore[arg-type]
@@ -70,10 +70,10 @@ def test_measuring_changes_no_token_and_its_parts_are_of_the_steps_that_ran(fold
     first = stats.ranks[0].measures
     assert first is not None
     for earlier, later in zip(first.steps, first.steps[1:], strict=False):
-        assert later.begin_ns - earlier.begin_ns == pytest.approx(earlier.total_ns, rel=0.02, abs=2e5), "they add up"
+        assert later.begin_ns - earlier.begin_ns == earlier.total_ns, "they add up"
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_expert_counts_are_all_pairs_of_all_tokens(folder: str):
     _, stats, _ = decode(folder, Instruments(parts=True), ranks=2)
     for rank in stats.ranks:
@@ -82,7 +82,7 @@ def test_expert_counts_are_all_pairs_of_all_tokens(folder: str):
         assert sums == {rank.computed_tokens * SMALL_V3["num_experts_per_tok"]}
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("pages", [64, 13])
 def test_filled_caches_leave_nothing_but_decodes_even_when_requests_are_preempted(folder: str, pages: int):
     tokens, stats, _ = decode(folder, Instruments(parts=True, filled=True), pages=pages)
@@ -96,7 +96,7 @@ def test_filled_caches_leave_nothing_but_decodes_even_when_requests_are_preempte
     assert tokens != plain, "random latents give other tokens"
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("way", "part"), [("dispatch", Part.DISPATCH), ("combine", Part.COMBINE)])
 def test_packing_rows_is_the_exchanges_time(folder: str, monkeypatch: pytest.MonkeyPatch, way: str, part: Part):
     plain = getattr(Exchange, way)
@@ -145,7 +145,7 @@ def _work(seconds: float) -> None:
         pass
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_measures_travel_to_the_front_as_they_are(folder: str):
     _, stats, _ = decode(folder, Instruments(parts=True))
     letter = WaveEndLetter(stats.ranks[0])

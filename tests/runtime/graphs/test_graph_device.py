@@ -84,6 +84,20 @@ def test_switch_points_cut_a_program_and_get_the_step_that_is_replayed():
     assert seen == [3, 5]
 
 
+def test_a_rehearsal_does_what_is_recorded_afterwards_and_records_nothing():
+    x, seen, device = torch.ones(2), [], PretendGraphs()
+    recording = Recording(device)
+
+    def work():
+        recording.outside(seen.append)
+        return x * 2
+
+    recording.rehearse(work, 3)
+    assert (seen, device.num_graphs) == ([3], 0)
+    assert len(recording.record(work, 4).parts) == 3
+    assert seen == [3, 4]
+
+
 @pytest.mark.interpret
 def test_launches_of_kernels_are_recorded():
     from attention_mla import attention_ops

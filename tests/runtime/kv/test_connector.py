@@ -15,7 +15,7 @@ from runtime.requests.kv_config import KvConfig
 from runtime.settings.kv_connectors import build_connectors
 
 torch.set_num_threads(1)
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 NAMES = [
     "host",

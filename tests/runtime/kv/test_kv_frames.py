@@ -11,7 +11,7 @@ import pytest
 from runtime.kv.kv_frames import BadFrame, Frames, accept_frames, open_frames
 from runtime.kv.kv_letters import BadLetter, Beat, Done, Fetch, Page, decode, encode
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 
 Middle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

@@ -78,7 +78,7 @@ def test_a_page_is_never_made_over_a_file_that_is_there(page: ShowPage):
     page.close()
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 def test_a_reader_never_sees_half_a_write(page: ShowPage):
     over = threading.Event()
 
@@ -99,7 +99,7 @@ def test_a_reader_never_sees_half_a_write(page: ShowPage):
         writer.join()
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 def test_the_system_says_whether_a_process_runs_is_stopped_or_is_gone():
     child = subprocess.Popen([sys.executable, "-S", "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     try:

@@ -27,7 +27,7 @@ from runtime.requests.request import Request
 from runtime.thread_ranks import ThreadRanks
 from tests.runtime.mixes import Settings, engine_config
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 class Rank:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from ep import ExchangeConfig, choose
+from ep.config import BACK_ENDS
 from runtime.costs.roofline import CostShape
 from runtime.model.model_config import read_model_config
-from runtime.settings.exchange_choice import ExchangeChoice, choose_exchange
+from runtime.settings.exchange_choice import ExchangeChoice, choose_exchange, to_try
 from runtime.weights.hardware import Hardware, read_hardware
 
 PROFILES = Path(__file__).resolve().parents[3] / "profiles"
@@ -42,6 +44,32 @@ def test_what_is_asked_for_stays(mode, hierarchical, on_gpu):
 def test_a_gpu_gets_capacities_and_a_cpu_counts():
     assert choice(on_gpu=True).mode == "bounded"
     assert choice(on_gpu=False).mode == "exact"
+
+
+@pytest.mark.parametrize("mode", BACK_ENDS)
+def test_a_back_end_that_is_asked_for_goes_straight_over_any_nodes(mode):
+    found = choice(mode=mode)
+    assert (found.mode, found.hierarchical) == (mode, False)
+    assert found.why == f"{mode} as asked; straight, as it has no other way"
+
+
+def test_a_gpu_tries_what_is_installed_beside_what_was_settled():
+    asked = ExchangeConfig(round_tokens=128, dispatch_dtype="fp8")
+    settled = choose(asked, exchange="bounded", hierarchical="on")
+    tries = to_try(asked, settled, installed=BACK_ENDS)
+    assert tries[0] is settled
+    assert [(each.exchange, each.hierarchical) for each in tries[1:]] == [(mode, "off") for mode in BACK_ENDS]
+    assert all((each.round_tokens, each.dispatch_dtype) == (128, "fp8") for each in tries)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"exchange": "bounded"}, {"exchange": "nccl_ep"}, {"combine": "slots"}, {"hierarchical": "on"}]
+)
+def test_nothing_is_tried_where_a_user_has_chosen_or_nothing_is_installed(asked):
+    config = ExchangeConfig(**asked)
+    settled = choose(config, exchange="bounded", hierarchical="off")
+    assert to_try(config, settled, installed=BACK_ENDS) == ()
+    assert to_try(ExchangeConfig(), settled, installed=()) == ()
 
 
 @pytest.mark.parametrize(

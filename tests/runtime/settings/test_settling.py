@@ -8,6 +8,7 @@ import pytest
 
 from ep import ExchangeConfig, Topology
 from runtime.settings.config import EngineConfig
+from runtime.settings.devices import ranks_a_device
 from runtime.settings.settling import Settled, memory_numbers, settle
 
 TINY = "profiles/models/tiny-v3"
@@ -26,6 +27,26 @@ def test_nothing_about_the_exchange_is_left_open():
     [note] = found.notes
     assert note.startswith("exchange: exact, for on a CPU the host is there to count")
     assert note.endswith("straight, for all ranks are on one node")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "here", "devices", "share"),
+    [
+        (4, None, 8, 4),  # threads of one process are all on one
+        (32, 8, 8, 1),
+        (32, 8, 4, 2),
+        (6, 3, 2, 2),
+        (32, 8, 1, 8),  # a CPU's memory is all of its node's ranks'
+    ],
+)
+def test_ranks_share_the_memory_of_one_device_with_those_that_are_on_it(ranks, here, devices, share):
+    assert ranks_a_device(ranks, here, num_devices=devices) == share
+
+
+def test_a_rank_plans_with_its_share_of_its_own_node():
+    config = EngineConfig(model=TINY, ranks=4)
+    together, apart = (settle(config, local_size=2, ranks_here=here).plan.numbers.device_bytes for here in (None, 2))
+    assert apart == pytest.approx(2 * together, abs=4)
 
 
 def test_one_rank_has_no_exchange_to_speak_of():

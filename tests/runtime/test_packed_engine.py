@@ -1,0 +1,115 @@
+"""Whole engines with weights packed for oneDNN: the tokens of torch's plain ops wherever the model has a favourite, the
+bytes that the memory plan says, and the threads that were asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attention_mla.packed
+import moe.packed
+from attention_mla.weights import HeadWeights
+from runtime import CacheConfig, Engine, EngineConfig, RequestOutput, SamplingParams, thread_ranks
+from runtime.requests.request import Request
+
+packs_bf16 = pytest.mark.skipif(
+    not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    reason="no bf16 matmul of oneDNN here",
+)
+TINY = "profiles/models/tiny-v3"
+PROMPTS = [[5, 6, 7, 400], [11], [900, 3, 3, 41, 8, 120], list(range(300, 340))]
+NEAR = 0.25
+"""Log-probabilities of bf16 runs whose matmuls round differently; the model's favourites lead by more."""
+
+
+def config(ops: str, *, model: str = TINY, **changes: object) -> EngineConfig:
+    cache = CacheConfig(num_blocks=32)
+    return EngineConfig(model=model, dtype="bfloat16", ops=ops, cache=cache, **changes)  # type: ignore[arg-type]
+
+
+def decode(ops: str) -> list[RequestOutput]:
+    params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=2, ignore_eos=True)
+    with Engine(config(ops)) as engine:
+        return engine.generate(PROMPTS, params)
+
+
+def agreed(found: RequestOutput, wanted: RequestOutput) -> int:
+    """Tokens until the two part; they must be near each other till then, and part at a close race only."""
+    assert found.logprobs is not None
+    assert wanted.logprobs is not None
+    for place, (mine, its) in enumerate(zip(found.logprobs, wanted.logprobs, strict=True)):
+        tops = list(its.top.values())
+        if found.token_ids[place] != wanted.token_ids[place]:
+            assert tops[0] - tops[1] < NEAR, (place, its.top, mine.top)
+            return place
+        assert abs(mine.logprob - its.logprob) < NEAR, (place, mine, its)
+    return len(found.token_ids)
+
+
+@packs_bf16
+def test_packed_weights_decode_to_the_tokens_of_plain_ones():
+    same = [agreed(found, wanted) for found, wanted in zip(decode("onednn"), decode("reference"), strict=True)]
+    assert sum(same) >= 48, same
+
+
+@packs_bf16
+def test_the_plan_counts_the_bytes_that_are_packed(small_v3: Path, monkeypatch: pytest.MonkeyPatch):
+    packed: list[int] = []
+
+    def counting(pack: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def count(weight_ND: Tensor) -> Tensor:
+            packed.append(weight_ND.nbytes)
+            return pack(weight_ND)
+
+        return count
+
+    def heads_of(*halves: Tensor) -> HeadWeights:
+        packed.extend(half.nbytes for half in halves)
+        return HeadWeights(*halves)
+
+    for module in (attention_mla.packed, moe.packed):
+        monkeypatch.setattr(module, "_pack", counting(module._pack))
+    monkeypatch.setattr(attention_mla.packed, "HeadWeights", heads_of)
+    prompts = [[(7 * place + 31 * request) % 150 + 2 for place in range(60)] for request in range(4)]
+    with Engine(config("onednn", model=str(small_v3), load_format="dummy")) as engine:
+        engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=2))
+        assert sum(packed) == engine.plan.workspaces.packed
+
+
+@pytest.mark.parametrize("cpu_threads", [1, 2])
+def test_every_wave_computes_on_the_threads_that_were_asked_for(small_v3: Path, cpu_threads: int):
+    seen: set[int] = set()
+
+    def drafter(request: Request) -> list[int]:  # called where the rank computes
+        torch.ones(8).add_(1)
+        seen.add(torch.get_num_threads())
+        return []
+
+    before = torch.get_num_threads()
+    try:
+        settings = config("auto", model=str(small_v3), load_format="dummy", cpu_threads=cpu_threads)
+        with Engine(settings, drafter=drafter) as engine:
+            for _ in range(2):
+                engine.generate([[5, 6]], SamplingParams(temperature=0.0, max_tokens=4))
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {cpu_threads}
+
+
+def test_the_thread_that_loads_weights_is_gone_when_ranks_compute(small_v3: Path, monkeypatch: pytest.MonkeyPatch):
+    loading: list[threading.Thread] = []
+
+    def assemble(*args: Any, **settings: Any) -> Any:
+        loading.append(threading.current_thread())
+        return assemble_ranks(*args, **settings)
+
+    assemble_ranks = thread_ranks.assemble
+    monkeypatch.setattr(thread_ranks, "assemble", assemble)
+    with Engine(config("auto", model=str(small_v3), load_format="dummy")):
+        assert [thread.is_alive() for thread in loading] == [False]
