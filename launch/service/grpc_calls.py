@@ -90,7 +90,8 @@ class Calls:
         self._remember(request_id, aborted=True)
 
     def sweep(self) -> list[str]:
-        """End the calls whose clients have not taken a message for too long; their ids."""
+        """End the calls whose clients have not taken a message for too long; their ids. What fits into the windows of a
+        connection counts as taken: some megabytes, whether a client reads or not."""
         oldest = self._clock() - self._limits.slow_reader_timeout_s
         slow = [
             call

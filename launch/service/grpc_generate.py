@@ -66,12 +66,19 @@ class Answering:
             try:
                 await context.send_initial_metadata(())
                 await self._tell(asked, stream, call, context)
-            except asyncio.CancelledError:
-                why = "slow_reader" if call.dropped else "client_gone"
-                self._metrics.aborted[why] += 1
-                raise
+            except asyncio.CancelledError as error:
+                if not call.dropped:
+                    self._metrics.aborted["client_gone"] += 1
+                    raise
+                self._metrics.aborted["slow_reader"] += 1
+                raise self._dropped() from error
             finally:
                 stream.cancel()
+
+    def _dropped(self) -> Fault:
+        """A call that is only cancelled has no status: its client would wait for one for good."""
+        words = f"its client took nothing for {self._config.limits.slow_reader_timeout_s:g} s; the request was dropped"
+        return Fault(grpc.StatusCode.RESOURCE_EXHAUSTED, words, reason="slow_reader")
 
     def _refuse_the_ended(self, request: pb.GenerateRequest) -> None:
         """A client that comes back to its request, with the id and no prompt, hears that there is nothing to read."""

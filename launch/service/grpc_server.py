@@ -34,6 +34,8 @@ WATCH_S = 0.25
 LAST_WORDS_S = 2.0
 """After the group has failed: so long its culprit is still told to whoever asks."""
 ABORT_GRACE_S = 2.0
+STREAMS_PER_REQUEST = 2
+"""A dropped request's stream stays open, with its status, until its client reads or leaves: so many may."""
 
 T = TypeVar("T")
 
@@ -53,6 +55,7 @@ def server_options(config: ServeConfig) -> Sequence[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.so_reuseport", 0),
+        ("grpc.max_concurrent_streams", STREAMS_PER_REQUEST * config.limits.max_requests_per_connection),
     )
 
 
@@ -165,9 +168,7 @@ class Server:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(min(1.0, self._config.limits.slow_reader_timeout_s / 4))
-            for request_id in self._service.calls.sweep():
-                self._metrics.refused["slow_reader"] += 1
-                self._log.say("its client does not read; dropped", level="warning", request=request_id)
+            self._service.calls.sweep()
 
     async def _tell_health(self, *, serving: bool) -> None:
         state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING

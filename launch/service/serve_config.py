@@ -42,7 +42,8 @@ class LimitsConfig:
     """Requests that run at the same time for one connection. A gateway has one connection for all its users."""
 
     slow_reader_timeout_s: float = 30.0
-    """A client that takes nothing for so long while there is something for it loses its request."""
+    """A client that takes nothing for so long while there is something for it loses its request. What fits into the
+    windows of its connection (some megabytes) counts as taken."""
 
     def __post_init__(self) -> None:
         for name in ("max_n", "max_stop_len", "max_message_bytes", "max_requests_per_connection"):

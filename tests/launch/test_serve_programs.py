@@ -20,7 +20,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 
 from runtime import Engine, EngineConfig, SamplingParams
 from runtime.settings.config import CacheConfig
-from tests.launch.serving import ROOT, TINY
+from tests.launch.serving import PROGRAMS, ROOT, TINY
 from tests.launch.test_groups import MPIRUN, TORCHRUN, mpirun
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
@@ -107,8 +107,10 @@ def ask(address: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> list
         return [list(message.complete.output_ids) for call in calls for message in call]
 
 
-def request_of(prompt: Sequence[int], max_tokens: int, *, stream: bool = False) -> pb.GenerateRequest:
-    sampling = pb.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+def request_of(
+    prompt: Sequence[int], max_tokens: int, *, stream: bool = False, logprobs: int | None = None
+) -> pb.GenerateRequest:
+    sampling = pb.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs)
     return pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=prompt), sampling_params=sampling, stream=stream)
 
 
@@ -122,10 +124,97 @@ def truth() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    words = ["--ranks", "2", "--dtype", "float64", "--drain-timeout-s", "100"]
+    words = ["--ranks", "2", "--dtype", "float64", "--drain-timeout-s", "100", "--slow-reader-timeout-s", "2"]
     program = Program.start(tmp_path_factory.mktemp("server"), *words)
     yield program
     program.end()
+
+
+@dataclass
+class Reader:
+    """A client process that reads an answer; see programs/grpc_reader.py."""
+
+    process: subprocess.Popen[bytes]
+    heard: Path
+
+    @classmethod
+    def start(cls, heard: Path, address: str, request: pb.GenerateRequest, *options: str) -> Reader:
+        program = [sys.executable, str(PROGRAMS / "grpc_reader.py"), address, request.SerializeToString().hex()]
+        with heard.open("wb") as out:
+            return cls(subprocess.Popen([*program, *options], stdout=out), heard)
+
+    def wait_for_a_message(self) -> None:
+        until = time.monotonic() + 90.0
+        while b"\n" not in self.heard.read_bytes():
+            assert time.monotonic() < until
+            time.sleep(0.005)
+
+    def answer(self) -> tuple[list[int], list[int] | None, dict[str, str]]:
+        """Tokens of the messages, without a gap; those of the one that tells all, if it came; the status."""
+        assert self.process.wait(100.0) == 0
+        *messages, status = [json.loads(line) for line in self.heard.read_text().splitlines()]
+        tokens: list[int] = []
+        whole = None
+        for message in messages:
+            if "whole" in message:
+                assert whole is None
+                whole = message["whole"]
+            else:
+                assert message["offset"] == len(tokens)
+                tokens += message["tokens"]
+        return tokens, whole, status
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def test_stopped_clients_hold_up_nobody_and_learn_how_their_requests_ended(
+    server: Program, truth: list[list[int]], tmp_path: Path
+):
+    """Of two that are stopped, one's answer fits into the windows of its connection; the other's does not."""
+    address, count = server.address(), 150
+    narrow = ["grpc.http2.bdp_probe=0", "grpc.http2.lookahead_bytes=1024"]
+    asked = [request_of(prompt, count, stream=True) for prompt in PROMPTS]
+    asked[1] = request_of(PROMPTS[1], count, stream=True, logprobs=20)
+    readers = [
+        Reader.start(tmp_path / str(place), address, one, *(narrow if place == 1 else ()))
+        for place, one in enumerate(asked)
+    ]
+    try:
+        for reader in readers[:2]:
+            reader.wait_for_a_message()
+            reader.process.send_signal(signal.SIGSTOP)
+        for tokens, reader in zip(truth[2:], readers[2:], strict=True):
+            assert reader.answer() == (tokens[:count], tokens[:count], {"status": "OK", "words": ""})
+        wait_until_idle(address)
+        assert ask(address, PROMPTS[2:3], 8) == [truth[2][:8]]
+        for reader in readers[:2]:
+            reader.process.send_signal(signal.SIGCONT)
+        assert readers[0].answer() == (truth[0][:count], truth[0][:count], {"status": "OK", "words": ""})
+        told, whole, status = readers[1].answer()
+    finally:
+        for reader in readers:
+            reader.end()
+    assert (told, whole) == (truth[1][: len(told)], None)
+    assert 0 < len(told) < count
+    assert status["status"] == "RESOURCE_EXHAUSTED"
+    assert "took nothing for 2 s" in status["words"]
+    assert server.log.count("took nothing") == 1
+
+
+def wait_until_idle(address: str) -> None:
+    """Nothing is answered, and no page is taken."""
+    until = time.monotonic() + 100.0
+    with grpc.insecure_channel(address) as channel:
+        stub = pb_grpc.VllmEngineStub(channel)
+        while True:
+            active = stub.GetServerInfo(pb.GetServerInfoRequest()).active_requests
+            loads = stub.GetLoads(pb.GetLoadsRequest()).loads
+            if not active and not any(load.num_used_tokens or load.num_running_reqs for load in loads):
+                return
+            assert time.monotonic() < until, (active, loads)
+            time.sleep(0.1)
 
 
 def test_a_second_signal_ends_what_runs_at_once_and_leaves_nothing(server: Program):

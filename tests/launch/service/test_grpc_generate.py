@@ -12,7 +12,7 @@ from launch.command.text import TextCodec
 from launch.front.front_client import Chunk, Health, Refused
 from launch.service.serve_config import LimitsConfig
 from tests.launch.fake_group import VOCAB, FakeGroup, FakeStream, tokens
-from tests.launch.grpc_rig import Served, generate, served, until
+from tests.launch.grpc_rig import Served, generate, served, until, unwrap
 
 pytestmark = pytest.mark.timeout(120)
 Code = grpc.StatusCode
@@ -464,9 +464,34 @@ def test_a_client_that_does_not_read_loses_its_request_and_no_other_waits(run, t
                 await until(lambda: group.streams)
                 assert len(await one.ask(generate())) == 2
                 await until(lambda: None in group.streams[0].cancelled)
-                assert "does not read" in one.log.getvalue()
-                call.cancel()
+                error = await one.fails(call)
+                assert error.code() == Code.RESOURCE_EXHAUSTED
+                assert error.details() == "its client took nothing for 0.3 s; the request was dropped"
+                assert "took nothing" in one.log.getvalue()
             assert 'requests_aborted_total{reason="slow_reader"} 1.0' in one.server._metrics.text().decode()
+
+    run(body())
+
+
+def test_dropped_requests_that_nobody_reads_take_up_their_connection(run, tiny):
+    """Else a client that never reads could pile up streams without end."""
+
+    async def body():
+        limits = LimitsConfig(slow_reader_timeout_s=0.1, max_requests_per_connection=1)
+        group = FakeGroup(tiny, max_model_len=2_000_000)
+        async with served(tiny, group=group, limits=limits) as one:
+            group.per_chunk = 20_000
+            options = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{one.server.port}", options=options) as lazy:
+                stub, calls = pb_grpc.VllmEngineStub(lazy), []
+                for number in range(2):
+                    calls.append(stub.Generate(generate(max_tokens=1_900_000)))
+                    await until(lambda at=number: len(group.streams) > at and None in group.streams[at].cancelled)
+                    await until(lambda: not len(one.server._service.calls))
+                assert (await one.fails(stub.Generate(generate(), timeout=0.5))).code() == Code.DEADLINE_EXCEEDED
+                assert len(group.streams) == 2
+                calls.pop().cancel()
+                assert [unwrap(message) async for message in stub.Generate(generate())]
 
     run(body())
 
