@@ -63,8 +63,8 @@ def test_two_tracks_of_the_engine_hide_most_of_what_a_slow_link_costs_ranks_with
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_tracks_of_the_engine_hide_most_of_what_a_slow_link_costs_by_the_clock_on_the_wall(tmp_path: Path):
-    """Only ranks that have a core each count, in one of several tries: else the time is of what else the machine does.
-    What each try's trace says of its waits holds whatever has the core.
+    """One of several tries has to show it. None has to where ranks never had a core each: else the time is of what else
+    the machine does. What the traces say of waits holds whatever has the core.
     """
     fair, tries = [], []
     for _ in range(TRIES):
@@ -72,12 +72,11 @@ def test_two_tracks_of_the_engine_hide_most_of_what_a_slow_link_costs_by_the_clo
             [ranks] = run(tmp_path, "hide wall").values()
         except subprocess.TimeoutExpired:
             continue
-        tries.append(ranks)
-        if not all(map(has_its_core, ranks)):
-            continue
         if all(map(hides_most, ranks)):
             return
-        fair.append(ranks)
+        tries.append(ranks)
+        if all(map(has_its_core, ranks)):
+            fair.append(ranks)
     if tries:
         assert max(min(rank["by_trace"] for rank in ranks) for ranks in tries) >= 0.6, shares(tries)
     if not fair:
