@@ -131,7 +131,8 @@ class TritonOps:
         out_THV: Tensor,
     ) -> None:
         """Decode rows, `own` queries in the order of the plan's tokens."""
-        absorbed_HRC = torch.bmm(own.nope_THN.transpose(0, 1), weights.w_uk_HNC)
+        w_uk_HNC, w_uv_HCV = weights.heads
+        absorbed_HRC = torch.bmm(own.nope_THN.transpose(0, 1), w_uk_HNC)
         latent_RHC = absorbed_HRC.new_empty(plan.tokens_R.shape[0], config.num_heads, config.kv_lora_rank)
         self._decode.attend(
             absorbed_HRC.transpose(0, 1),
@@ -146,7 +147,7 @@ class TritonOps:
             out_THC=latent_RHC,
         )
         self._merge.merge_splits(plan.scratch, requests=plan.requests, work=plan.work, out_THC=latent_RHC)
-        heads_HRV = torch.bmm(latent_RHC.transpose(0, 1), weights.w_uv_HVC.transpose(1, 2))
+        heads_HRV = torch.bmm(latent_RHC.transpose(0, 1), w_uv_HCV)
         out_THV.index_copy_(0, plan.tokens_R, heads_HRV.transpose(0, 1))
 
     def linear(self, x: Rows, matrix: Matrix) -> Tensor:

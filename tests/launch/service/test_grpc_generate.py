@@ -18,27 +18,6 @@ pytestmark = pytest.mark.timeout(120)
 Code = grpc.StatusCode
 
 
-@pytest.fixture(scope="module")
-def run():
-    """One event loop for all: gRPC's threads are bound to the first they meet."""
-    with asyncio.Runner() as runner:
-        yield runner.run
-
-
-@pytest.fixture
-def on(run, tiny):
-    """Run a test's body with a server over a fake group."""
-
-    def start(body, **how):
-        async def whole():
-            async with served(tiny, **how) as one:
-                await body(one)
-
-        run(whole())
-
-    return start
-
-
 def offsets(messages, index=0):
     """Where each message's tokens begin in the output of a choice."""
     chunks = [m for m in messages if isinstance(m, pb.GenerateStreamChunk) and m.index == index]

@@ -19,24 +19,6 @@ pytestmark = pytest.mark.timeout(120)
 Code = grpc.StatusCode
 
 
-@pytest.fixture(scope="module")
-def run():
-    with asyncio.Runner() as runner:
-        yield runner.run
-
-
-@pytest.fixture
-def on(run, tiny):
-    def start(body, **how):
-        async def whole():
-            async with served(tiny, **how) as one:
-                await body(one)
-
-        run(whole())
-
-    return start
-
-
 def test_the_model_says_what_it_is(on, tiny):
     async def body(one: Served):
         info = await one.stub.GetModelInfo(pb.GetModelInfoRequest())
