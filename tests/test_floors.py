@@ -3,8 +3,8 @@
 5  launch
 4  runtime
 3  eplb
-2  moe, dbo            (do not know each other)
-1  ep, attention_mla   (do not know each other)
+2  moe, dbo, attention_mla   (do not know each other)
+1  ep
 """
 
 import ast
@@ -23,7 +23,7 @@ FLOORS = {
     "moe": {"ep"},
     "dbo": {"ep"},
     "ep": set(),
-    "attention_mla": set(),
+    "attention_mla": {"ep"},
 }
 """Room -> the rooms it may import."""
 

@@ -1,0 +1,147 @@
+"""The innermost part of every matmul in bf16: a few rows times a panel of a packed weight, summed in float32.
+
+A panel is COLUMNS outputs wide. Its weights lie in the order in which they are read, inputs in pairs, output by output:
+
+    panel[k] = w[0, 2k] w[0, 2k+1]  w[1, 2k] w[1, 2k+1]  ..  w[31, 2k] w[31, 2k+1]       128 bytes
+
+A row's sums are taken in the same order whichever rows it is multiplied with. Processors that multiply pairs of
+bfloat16 (AVX512_BF16) do so; others widen both halves of a pair and multiply twice.
+"""
+
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+__all__ = ["COLUMNS", "MULTIPLIES_PAIRS", "ROWS", "tile"]
+
+LANES = 16
+VECTORS = 2
+COLUMNS = LANES * VECTORS
+"""Outputs of a panel."""
+MULTIPLIES_PAIRS = bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))
+"""Whether this processor multiplies pairs of bfloat16."""
+ROWS = 8 if MULTIPLIES_PAIRS else 4
+"""Rows of a tile at most: as many as leave all sums in registers."""
+
+_I32, _I64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_I32, LANES)
+
+
+class _BFloat(ir.types.Type):
+    """llvmlite has no word for LLVM's own bfloat."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+def _function(builder: ir.IRBuilder, name: str, result: Any, *arguments: Any) -> Any:
+    known = builder.module.globals.get(name)
+    return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
+
+
+def _times_pairs(builder: ir.IRBuilder, sums: Any, row: Any, weight: Any) -> Any:
+    multiply = _function(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, _FLOATS, _PAIRS, _PAIRS)
+    return builder.call(multiply, [sums, builder.bitcast(row, _PAIRS), builder.bitcast(weight, _PAIRS)])
+
+
+def _times_twice(builder: ir.IRBuilder, sums: Any, row: Any, weight: Any) -> Any:
+    multiply = _function(builder, "llvm.fmuladd.v16f32", _FLOATS, _FLOATS, _FLOATS, _FLOATS)
+    up, high = ir.Constant(_INTS, [16] * LANES), ir.Constant(_INTS, [0xFFFF0000] * LANES)
+    for half in (lambda pair: builder.shl(pair, up), lambda pair: builder.and_(pair, high)):
+        first, second = (builder.bitcast(half(pair), _FLOATS) for pair in (row, weight))
+        sums = builder.call(multiply, [first, second, sums])
+    return sums
+
+
+def _tile_of(num_rows: int, *, multiplies_pairs: bool) -> Any:
+    times = _times_pairs if multiplies_pairs else _times_twice
+
+    @intrinsic
+    def multiply(_typing, addresses, weight, num_pairs, sums):
+        def generate(context, builder, _signature, args):
+            table, weight, num_pairs, sums = args
+            table = builder.inttoptr(table, _I64.as_pointer())
+            rows = [
+                builder.inttoptr(builder.load(builder.gep(table, [ir.Constant(_I64, m)])), _I32.as_pointer())
+                for m in range(num_rows)
+            ]
+            panel = builder.inttoptr(weight, _INTS.as_pointer())
+            entry, loop = builder.block, builder.append_basic_block("pairs")
+            after = builder.append_basic_block("summed")
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            at = builder.phi(_I64)
+            at.add_incoming(ir.Constant(_I64, 0), entry)
+            before = [builder.phi(_FLOATS) for _ in range(num_rows * VECTORS)]
+            weights = []
+            for vector in range(VECTORS):
+                place = builder.add(builder.mul(at, ir.Constant(_I64, VECTORS)), ir.Constant(_I64, vector))
+                weights.append(builder.load(builder.gep(panel, [place]), align=4))
+            now = []
+            for m, row in enumerate(rows):
+                one = builder.insert_element(
+                    ir.Constant(_INTS, ir.Undefined), builder.load(builder.gep(row, [at])), ir.Constant(_I32, 0)
+                )
+                all_lanes = builder.shuffle_vector(one, ir.Constant(_INTS, ir.Undefined), ir.Constant(_INTS, [0] * 16))
+                for vector, each in enumerate(weights):
+                    now.append(times(builder, before[m * VECTORS + vector], all_lanes, each))
+            following = builder.add(at, ir.Constant(_I64, 1))
+            at.add_incoming(following, loop)
+            for old, new in zip(before, now, strict=True):
+                old.add_incoming(ir.Constant(_FLOATS, [0.0] * LANES), entry)
+                old.add_incoming(new, loop)
+            builder.cbranch(builder.icmp_signed("<", following, num_pairs), loop, after)
+            builder.position_at_end(after)
+            out = builder.inttoptr(sums, _FLOATS.as_pointer())
+            for number, vector in enumerate(now):
+                builder.store(vector, builder.gep(out, [ir.Constant(_I64, number)]), align=4)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64, types.int64), generate
+
+    return multiply
+
+
+def tile_of(*, multiplies_pairs: bool) -> Any:
+    """`tile` for either kind of processor."""
+    one, two, three, four, five, six, seven, eight = (
+        _tile_of(num_rows, multiplies_pairs=multiplies_pairs) for num_rows in range(1, 9)
+    )
+
+    @njit(error_model="numpy")
+    def any_rows(num_rows, addresses, weight, num_pairs, sums):
+        if num_rows == 8:
+            eight(addresses, weight, num_pairs, sums)
+        elif num_rows == 1:
+            one(addresses, weight, num_pairs, sums)
+        elif num_rows == 2:
+            two(addresses, weight, num_pairs, sums)
+        elif num_rows == 3:
+            three(addresses, weight, num_pairs, sums)
+        elif num_rows == 4:
+            four(addresses, weight, num_pairs, sums)
+        elif num_rows == 5:
+            five(addresses, weight, num_pairs, sums)
+        elif num_rows == 6:
+            six(addresses, weight, num_pairs, sums)
+        else:
+            seven(addresses, weight, num_pairs, sums)
+
+    return any_rows
+
+
+tile = tile_of(multiplies_pairs=MULTIPLIES_PAIRS)
+"""tile(num_rows, addresses, weight, num_pairs, sums): sums [num_rows, COLUMNS] float32 of 1 to ROWS rows, whose
+addresses lie at `addresses` (int64), each of num_pairs x 2 bfloat16; weight: the address of a panel."""
