@@ -17,6 +17,7 @@ import hashlib
 import struct
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,12 @@ class Kernel:
 
 def kernel(function: Callable[..., None]) -> Kernel:
     """Compile it now, or find it on disk."""
-    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, _folder(Path(function.__code__.co_filename))
+    settings: Any = import_module("numba.core.config")
+    before, settings.CACHE_DIR = settings.CACHE_DIR, _folder(Path(function.__code__.co_filename))
     try:
-        return Kernel(numba.cfunc(_CALL, nopython=True, cache=True, error_model="numpy", fastmath=_FAST)(function))
+        return Kernel(numba.cfunc(_CALL, cache=True, error_model="numpy", fastmath=_FAST)(function))
     finally:
-        numba.config.CACHE_DIR = before
+        settings.CACHE_DIR = before
 
 
 def words_of(*values: float) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 __all__ = ["bits_double", "claim", "exp", "floats", "halves", "longs", "narrow", "narrowed", "silu", "widen"]
 
-INLINE = {"inline": "always", "error_model": "numpy"}
+INLINE: dict[str, Any] = {"inline": "always", "error_model": "numpy"}
 
 _LOG2_E = np.float32(1.4426950408889634)
 _LN_2_HIGH, _LN_2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -28,7 +28,7 @@ _C5, _C6 = np.float32(0.00836321), np.float32(0.00139337)
 
 def _pointer_to(element: Any) -> Any:
     @intrinsic
-    def at(_typing, address):
+    def at(_typing, _address):
         def generate(context, builder, signature, args):
             return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
@@ -47,7 +47,7 @@ longs = _pointer_to(types.int64)
 
 def _bits_as(source: Any, target: Any) -> Any:
     @intrinsic
-    def same(_typing, value):
+    def same(_typing, _value):
         def generate(context, builder, signature, args):
             return builder.bitcast(args[0], context.get_value_type(signature.return_type))
 
@@ -63,13 +63,16 @@ bits_double = _bits_as(types.int64, types.float64)
 
 
 @intrinsic
-def claim(_typing, counter):
-    """The int64 that a pointer points to, which is one more afterwards, whoever else does the same."""
+def _claim(_typing, _counter):
 
     def generate(_context, builder, _signature, args):
         return builder.atomic_rmw("add", args[0], ir.Constant(ir.IntType(64), 1), "monotonic")
 
     return types.int64(types.CPointer(types.int64)), generate
+
+
+claim: Any = _claim
+"""The int64 that a pointer points to, which is one more afterwards, whoever else does the same."""
 
 
 @njit(**INLINE)
@@ -83,7 +86,7 @@ def narrow(value):
     """The bfloat16 nearest to a float32, ties to even; NaN stays NaN."""
     bits = _float_bits(value)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.uint16(np.uint32(0x7FC0) if value != value else rounded)  # noqa: PLR0124
+    return np.uint16(np.uint32(0x7FC0) if value != value else rounded)
 
 
 @njit(**INLINE)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .calls import kernel
-from .language import claim, floats, halves, longs, narrow, narrowed, silu
+from .language import claim, halves, longs, narrow, narrowed, silu
 from .tile import COLUMNS, LANES, ROWS, tile
 
 __all__ = ["Packed", "multiply", "pack", "pack_gated"]
@@ -39,7 +39,7 @@ def pack(weight_NK: Tensor) -> Packed:
 
 
 def pack_gated(gate_up_2FK: Tensor) -> Packed:
-    """Of gate and up [2F, K], which are multiplied together: half of a panel is gate, the other half up of the same F."""
+    """Of gate and up [2F, K], gate first. Half of a panel is gate, the other half up of the same F."""
     halves_2FK = gate_up_2FK.unflatten(0, (2, -1))
     num_outputs = halves_2FK.shape[1]
     padded_2FK = functional.pad(halves_2FK, (0, 0, 0, -num_outputs % LANES))

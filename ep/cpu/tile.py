@@ -69,7 +69,7 @@ def _tile_of(num_rows: int, *, multiplies_pairs: bool) -> Any:
     times = _times_pairs if multiplies_pairs else _times_twice
 
     @intrinsic
-    def multiply(_typing, addresses, weight, num_pairs, sums):
+    def multiply(_typing, _addresses, _weight, _num_pairs, _sums):
         def generate(context, builder, _signature, args):
             table, weight, num_pairs, sums = args
             table = builder.inttoptr(table, _I64.as_pointer())
