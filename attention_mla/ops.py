@@ -173,7 +173,7 @@ class OneDnnOps(ReferenceOps):
 
 
 REFERENCE = ReferenceOps()
-OPS: dict[str, Callable[..., AttentionOps]] = {"reference": ReferenceOps, "onednn": OneDnnOps, "triton": TritonOps}
+OPS: dict[str, Callable[..., AttentionOps]] = {"reference": ReferenceOps, "numba": OneDnnOps, "triton": TritonOps}
 
 
 def attention_ops(name: str, *, comm_sms: int = 0) -> AttentionOps:

@@ -13,8 +13,23 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-__all__ = ["bits_double", "claim", "exp", "floats", "halves", "longs", "narrow", "narrowed", "silu", "widen"]
+__all__ = [
+    "add",
+    "bits_double",
+    "claim",
+    "exp",
+    "floats",
+    "halves",
+    "load",
+    "longs",
+    "narrow",
+    "narrowed",
+    "silu",
+    "store",
+    "widen",
+]
 
+_WORD = ir.IntType(64)
 INLINE: dict[str, Any] = {"inline": "always", "error_model": "numpy"}
 
 _LOG2_E = np.float32(1.4426950408889634)
@@ -64,15 +79,45 @@ bits_double = _bits_as(types.int64, types.float64)
 
 @intrinsic
 def _claim(_typing, _counter):
-
     def generate(_context, builder, _signature, args):
-        return builder.atomic_rmw("add", args[0], ir.Constant(ir.IntType(64), 1), "monotonic")
+        return builder.atomic_rmw("add", args[0], ir.Constant(_WORD, 1), "monotonic")
 
     return types.int64(types.CPointer(types.int64)), generate
 
 
+@intrinsic
+def _add(_typing, _address, _value):
+    def generate(_context, builder, _signature, args):
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], _WORD.as_pointer()), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _load(_typing, _address):
+    def generate(_context, builder, _signature, args):
+        return builder.load_atomic(builder.inttoptr(args[0], _WORD.as_pointer()), "seq_cst", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _store(_typing, _address, _value):
+    def generate(context, builder, _signature, args):
+        builder.store_atomic(args[1], builder.inttoptr(args[0], _WORD.as_pointer()), "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
 claim: Any = _claim
-"""The int64 that a pointer points to, which is one more afterwards, whoever else does the same."""
+"""claim(args): the piece of work that is this thread's now; one that is not there when all are taken."""
+add: Any = _add
+"""add(address, value): the int64 there before, for all threads alike."""
+load: Any = _load
+"""load(address): the int64 that other threads may write."""
+store: Any = _store
+"""store(address, value): an int64 that other threads may read."""
 
 
 @njit(**INLINE)

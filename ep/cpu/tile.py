@@ -1,9 +1,5 @@
 """The innermost part of every matmul in bf16: a few rows times a panel of a packed weight, summed in float32.
 
-A panel is COLUMNS outputs wide. Its weights lie in the order in which they are read, inputs in pairs, output by output:
-
-    panel[k] = w[0, 2k] w[0, 2k+1]  w[1, 2k] w[1, 2k+1]  ..  w[31, 2k] w[31, 2k+1]       128 bytes
-
 A row's sums are taken in the same order whichever rows it is multiplied with. Processors that multiply pairs of
 bfloat16 (AVX512_BF16) do so; others widen both halves of a pair and multiply twice.
 """
@@ -15,12 +11,11 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-__all__ = ["COLUMNS", "MULTIPLIES_PAIRS", "ROWS", "tile"]
+from .panels import COLUMNS, LANES
 
-LANES = 16
-VECTORS = 2
-COLUMNS = LANES * VECTORS
-"""Outputs of a panel."""
+__all__ = ["MULTIPLIES_PAIRS", "ROWS", "tile", "tile_of"]
+
+VECTORS = COLUMNS // LANES
 MULTIPLIES_PAIRS = bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))
 """Whether this processor multiplies pairs of bfloat16."""
 ROWS = 8 if MULTIPLIES_PAIRS else 4

@@ -279,7 +279,7 @@ def memory_numbers(
         keep_fp8=on_gpu or ops == "triton",
         keep_shared_fp8=ops == "triton",
         fp8_cache=cache_row(config, model).fp8,
-        packs=ops == "onednn",
+        packs=ops == "numba",
         exchange_buffer_bytes=_exchange_bytes(config, model, capacities),
         graphs=graph_numbers(settled, model, blueprint, device=device, dtype=dtype),
         redundant_experts=config.eplb.num_redundant_experts,
