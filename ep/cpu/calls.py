@@ -35,12 +35,17 @@ class Kernel:
         self._compiled = compiled  # kept: its code lives as long as it does
         self._alone = compiled.ctypes
 
+    @property
+    def address(self) -> int:
+        """Of its code."""
+        return self._compiled.address
+
     def __call__(self, num_pieces: int, *args: int) -> None:
         """Do `num_pieces` pieces of work, all of them when this returns. Other Python threads run meanwhile."""
         memory = (ctypes.c_int64 * (2 + len(args)))(0, num_pieces, *args)
         helpers = min(torch.get_num_threads(), num_pieces) - 1
         if helpers > 0:
-            team_of_this_thread().call(self._compiled.address, ctypes.addressof(memory), helpers=helpers)
+            team_of_this_thread().call(self.address, ctypes.addressof(memory), helpers=helpers)
         else:
             self._alone(memory)
 

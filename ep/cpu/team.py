@@ -152,6 +152,11 @@ class Team:
             self._start()
         _LEAD.ctypes(self._address, function, args)
 
+    @property
+    def num_sleeping(self) -> int:
+        """Helpers that sleep, or are about to."""
+        return ctypes.c_int64.from_address(self._address + _SLEEPING).value
+
     def _start(self) -> None:
         thread = ctypes.c_ulong()
         given = (ctypes.c_void_p(_HELP.address), ctypes.c_void_p(self._address))
