@@ -1,4 +1,5 @@
-"""What an attention block computes on a device, behind one name: in torch, or in Triton's kernels (`triton_ops`).
+"""What an attention block computes on a device, behind one name: in torch (`reference_ops`), in Numba's kernels on a
+CPU (`numba_ops`), or in Triton's (`triton_ops`).
 
 Chosen once, at start. Knows no order of things: that is the layer's.
 
@@ -10,19 +11,19 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from ep.ops import import_kernels
 
 from .cache import LatentCache
 from .config import MlaConfig
 from .latent_rows import Latents
-from .matrix import Matrix, Rows, plain
-from .norm import rms_norm
-from .packed import PackedHeads, PackedLinear
-from .reference import Queries, absorbed_attention, naive_attention
-from .rope import Rotation, rotate
-from .triton_ops import TritonOps, import_kernels
+from .matrix import Matrix, Rows
+from .reference import Queries
+from .reference_ops import ReferenceOps
+from .rope import Rotation
+from .triton_ops import TritonOps
 from .view import PagedView
-from .weights import HeadWeights, MlaWeights
+from .weights import MlaWeights
 
 __all__ = ["REFERENCE", "AttentionOps", "Latents", "TritonOps", "attention_ops", "interpreted"]
 
@@ -79,101 +80,14 @@ class AttentionOps(Protocol):
         ...
 
 
-class ReferenceOps:
-    """In torch, on any device. Its kernels come and go, and leave room by themselves."""
-
-    def __init__(self, *, comm_sms: int = 0) -> None:
-        pass
-
-    def plan(self, view: PagedView, *, config: MlaConfig, dtype: torch.dtype) -> None:  # noqa: ARG002
-        return None
-
-    def append(
-        self,
-        latents: Latents,
-        rope_THP: Tensor,
-        norm_C: Tensor,
-        *,
-        config: MlaConfig,
-        rotation: Rotation,
-        cache: LatentCache,
-        layer: int,
-        view: PagedView,
-    ) -> Tensor:
-        interleaved = config.rope.interleaved
-        latent_TC = rms_norm(latents.latent_TC, norm_C, config.latent_norm_eps)
-        cache.clear(layer, view.cleared_J)
-        cache.append(
-            layer, torch.cat((latent_TC, rotate(latents.rope_TP, rotation, interleaved)), dim=-1), view.places_T
-        )
-        return rotate(rope_THP, rotation, interleaved)
-
-    def attend(
-        self,
-        queries: Queries,
-        weights: MlaWeights,
-        *,
-        plan: None,  # noqa: ARG002
-        config: MlaConfig,
-        cache: LatentCache,
-        layer: int,
-        view: PagedView,
-        out_THV: Tensor,
-    ) -> None:
-        over = {"latents": cache.rows(layer), "softmax_scale": config.softmax_scale}
-        rows = view.decode
-        if rows.num_rows:
-            heads_RHV = absorbed_attention(queries.take(rows.tokens_R), self._heads(weights), rows=rows, **over)
-            out_THV.index_copy_(0, rows.tokens_R, heads_RHV)
-        for prompt in view.prompts:
-            part = queries.part(prompt.tokens)
-            out_THV[prompt.tokens] = naive_attention(part, weights, prompt=prompt, linear=self.linear, **over)
-
-    def linear(self, x: Rows, matrix: Matrix) -> Tensor:
-        return functional.linear(plain(x), plain(matrix))
-
-    def norm(
-        self,
-        x_TD: Tensor,
-        weight_D: Tensor,
-        eps: float,
-        *,
-        before: Matrix | None = None,  # noqa: ARG002
-    ) -> Tensor:
-        return rms_norm(x_TD, weight_D, eps)
-
-    def add_norm(
-        self,
-        x_TD: Tensor,
-        update_TD: Tensor | None,
-        weight_D: Tensor,
-        eps: float,
-        *,
-        before: Matrix | None = None,  # noqa: ARG002
-    ) -> tuple[Tensor, Tensor]:
-        sum_TD = x_TD if update_TD is None else x_TD + update_TD
-        return sum_TD, rms_norm(sum_TD, weight_D, eps)
-
-    def _heads(self, weights: MlaWeights) -> HeadWeights:
-        return weights.heads
-
-
-class OneDnnOps(ReferenceOps):
-    """In torch on a CPU, in bf16, with weights in the layout that oneDNN's matmuls read."""
-
-    def __init__(self, *, comm_sms: int = 0) -> None:
-        super().__init__(comm_sms=comm_sms)
-        self._linear, self._packed_heads = PackedLinear(), PackedHeads()
-
-    def linear(self, x: Rows, matrix: Matrix) -> Tensor:
-        return self._linear(plain(x), plain(matrix))
-
-    def _heads(self, weights: MlaWeights) -> HeadWeights:
-        return self._packed_heads(weights)
-
-
 REFERENCE = ReferenceOps()
-OPS: dict[str, Callable[..., AttentionOps]] = {"reference": ReferenceOps, "numba": OneDnnOps, "triton": TritonOps}
+
+
+def _numba_ops(*, comm_sms: int) -> AttentionOps:
+    return import_kernels(".numba_ops", __package__).NumbaOps(comm_sms=comm_sms)
+
+
+OPS: dict[str, Callable[..., AttentionOps]] = {"reference": ReferenceOps, "numba": _numba_ops, "triton": TritonOps}
 
 
 def attention_ops(name: str, *, comm_sms: int = 0) -> AttentionOps:
@@ -186,4 +100,4 @@ def attention_ops(name: str, *, comm_sms: int = 0) -> AttentionOps:
 
 def interpreted() -> bool:
     """Whether kernels would run in Triton's interpreter. ValueError if Triton is not installed."""
-    return import_kernels("e4m3_kernels").INTERPRETED
+    return import_kernels(".e4m3_kernels", __package__).INTERPRETED

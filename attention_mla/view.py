@@ -106,6 +106,11 @@ class PagedView:
         )
 
     @cached_property
+    def cleared_alone_J(self) -> Tensor:
+        """`cleared_J` without places that this step appends to, so that both may be done at once."""
+        return self.cleared_J[~torch.isin(self.cleared_J, self.places_T)]
+
+    @cached_property
     def absorbed(self) -> Absorbed:
         """The spans of `decode` as kernels read them; made when they are first asked for."""
         (chosen_B,) = (self.spans.num_tokens_B <= self.max_absorbed_tokens).nonzero()

@@ -124,8 +124,8 @@ class NumbaOps(ReferenceOps):
 
 
 OPS: dict[str, Callable[[], ExchangeOps]] = {"reference": ReferenceOps, "numba": NumbaOps, "triton": TritonOps}
-PACKAGES = {"triton": "'serried[gpu]'", "numba": "numba"}
-"""What kernels are compiled by, and what to install for it."""
+PACKAGES = {"triton": ("triton", "'serried[gpu]'"), "numba": ("numba", "numba"), "llvmlite": ("numba", "numba")}
+"""What kernels are compiled by: the name of the ops, and what to install for them."""
 
 
 def exchange_ops(name: str) -> ExchangeOps:
@@ -141,6 +141,7 @@ def import_kernels(name: str, package: str | None) -> ModuleType:
         missing = (error.name or "").split(".")[0]
         if missing not in PACKAGES:
             raise
+        ops, install = PACKAGES[missing]
         raise ValueError(
-            f"ops is {missing!r}; it needs the package {missing}: pip install {PACKAGES[missing]}, or choose reference"
+            f"ops is {ops!r}; it needs the package {missing}: pip install {install}, or choose reference"
         ) from error

@@ -4,6 +4,7 @@ A row's sums are taken in the same order whichever rows it is multiplied with. P
 bfloat16 (AVX512_BF16) do so; others widen both halves of a pair and multiply twice.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding
@@ -13,7 +14,7 @@ from numba.extending import intrinsic
 
 from .panels import COLUMNS, LANES
 
-__all__ = ["MULTIPLIES_PAIRS", "ROWS", "tile", "tile_of"]
+__all__ = ["MULTIPLIES_PAIRS", "ROWS", "tile", "tile_of", "times_of"]
 
 VECTORS = COLUMNS // LANES
 MULTIPLIES_PAIRS = bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))
@@ -60,8 +61,13 @@ def _times_twice(builder: ir.IRBuilder, sums: Any, row: Any, weight: Any) -> Any
     return sums
 
 
+def times_of(*, multiplies_pairs: bool) -> Callable[[ir.IRBuilder, Any, Any, Any], Any]:
+    """What adds to 16 float32 sums the products of 16 pairs with 16 others, given as int32."""
+    return _times_pairs if multiplies_pairs else _times_twice
+
+
 def _tile_of(num_rows: int, *, multiplies_pairs: bool) -> Any:
-    times = _times_pairs if multiplies_pairs else _times_twice
+    times = times_of(multiplies_pairs=multiplies_pairs)
 
     @intrinsic
     def multiply(_typing, _addresses, _weight, _num_pairs, _sums):

@@ -24,10 +24,10 @@ def packed_weight_bytes(model: ModelConfig, slots: int) -> int:
 
 
 def _attention_bytes(config: MlaConfig) -> int:
-    """kv_b is there twice: whole, for prompts, and its halves by head."""
+    """kv_b's halves are copied by head; long prompts read it as it is."""
     shapes = mla_shapes(config)
     down = sum(shapes[name][0] for name in down_names(config))
-    others = [shapes[name] for name in ("q_b_proj.weight", "kv_b_proj.weight", "o_proj.weight") if name in shapes]
+    others = [shapes[name] for name in ("q_b_proj.weight", "o_proj.weight") if name in shapes]
     halves = [(config.kv_lora_rank, config.qk_nope_head_dim), (config.v_head_dim, config.kv_lora_rank)]
     matrices = [(down, config.hidden_size), *others, *halves * config.num_heads]
     return sum([packed_bytes(*shape) for shape in matrices])

@@ -105,3 +105,15 @@ def test_without_triton_the_room_is_whole_and_says_what_is_missing():
     assert done.stdout == (
         "ops is 'triton'; it needs the package triton: pip install 'serried[gpu]', or choose reference\n"
     )
+
+
+def test_without_numba_the_room_is_whole_and_says_what_is_missing():
+    program = (
+        "import sys; sys.modules['numba'] = None\n"
+        "import attention_mla\n"
+        "attention_mla.attention_ops('reference')\n"
+        "try:\n    attention_mla.attention_ops('numba')\n"
+        "except ValueError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == ("ops is 'numba'; it needs the package numba: pip install numba, or choose reference\n")

@@ -1,0 +1,162 @@
+"""Dot products of a few rows with a few other rows, all bf16 and of one width, summed in float32; and a maximum.
+
+Where `tile` wants one side packed, both sides lie here as they are: right where neither is multiplied twice. There are
+SUMS sums at once, a register each. Those are then added up together: every step halves their number and the lanes of
+each, so that 16 vectors become one whose lanes are the 16 sums.
+
+    a0 a1 a2 a3  b0 b1 b2 b3  ..    ->    a0+a2 b0+b2 a1+a3 b1+b3  ..    ->    a b c d    (per 128 bits)
+
+A sum is taken in the same order whichever of the 16 it is.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from .panels import LANES
+from .tile import MULTIPLIES_PAIRS, times_of
+
+__all__ = ["SUMS", "WIDTH", "dots", "largest"]
+
+SUMS = LANES
+WIDTH = 2 * LANES
+"""Rows are a multiple of so many values wide."""
+
+_I32, _I64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_I32, LANES)
+_HALVINGS = (
+    ([0, 16, 1, 17], [2, 18, 3, 19]),
+    ([0, 1, 16, 17], [2, 3, 18, 19]),
+)
+"""Of 4 lanes of two vectors (the second one's are 16 and on), which lie side by side; likewise in the other 3 fours."""
+_FOURS = ([0, 2, 4, 6], [1, 3, 5, 7])
+"""Fours of two vectors (the second one's are 4 and on), which lie side by side."""
+
+
+def _picks() -> list[tuple[list[int], list[int]]]:
+    """For each step which lanes of two vectors are added to which."""
+    within = [
+        tuple([lane + 4 * four for four in range(4) for lane in lanes] for lanes in halving) for halving in _HALVINGS
+    ]
+    across = tuple([4 * four + lane for four in fours for lane in range(4)] for fours in _FOURS)
+    return [*within, across, across]  # type: ignore[list-item]
+
+
+def _added_up(builder: ir.IRBuilder, vectors: list[Any]) -> Any:
+    """One vector: lane i is the sum over all lanes of vector i."""
+    for first, second in _picks():
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [
+            builder.fadd(
+                builder.shuffle_vector(one, other, ir.Constant(_INTS, first)),
+                builder.shuffle_vector(one, other, ir.Constant(_INTS, second)),
+            )
+            for one, other in pairs
+        ]
+    (summed,) = vectors
+    return summed
+
+
+def _dots_of(num_queries: int, *, multiplies_pairs: bool) -> Any:
+    times, num_rows = times_of(multiplies_pairs=multiplies_pairs), SUMS // num_queries
+
+    @intrinsic
+    def multiply(_typing, _queries, _query_bytes, _addresses, _num_vectors, _sums, _sums_bytes):
+        def generate(context, builder, _signature, args):
+            queries, query_bytes, table, num_vectors, sums, sums_bytes = args
+
+            def at(begin, stride, number):
+                return builder.add(begin, builder.mul(stride, ir.Constant(_I64, number)))
+
+            table = builder.inttoptr(table, _I64.as_pointer())
+            asked = [
+                builder.inttoptr(at(queries, query_bytes, number), _INTS.as_pointer()) for number in range(num_queries)
+            ]
+            rows = [
+                builder.inttoptr(builder.load(builder.gep(table, [ir.Constant(_I64, m)])), _INTS.as_pointer())
+                for m in range(num_rows)
+            ]
+            entry, loop = builder.block, builder.append_basic_block("vectors")
+            after = builder.append_basic_block("multiplied")
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            place = builder.phi(_I64)
+            place.add_incoming(ir.Constant(_I64, 0), entry)
+            before = [builder.phi(_FLOATS) for _ in range(SUMS)]
+            values = [builder.load(builder.gep(row, [place]), align=4) for row in rows]
+            now = []
+            for number, query in enumerate(asked):
+                vector = builder.load(builder.gep(query, [place]), align=4)
+                now += [times(builder, before[number * num_rows + m], vector, value) for m, value in enumerate(values)]
+            following = builder.add(place, ir.Constant(_I64, 1))
+            place.add_incoming(following, loop)
+            for old, new in zip(before, now, strict=True):
+                old.add_incoming(ir.Constant(_FLOATS, [0.0] * LANES), entry)
+                old.add_incoming(new, loop)
+            builder.cbranch(builder.icmp_signed("<", following, num_vectors), loop, after)
+            builder.position_at_end(after)
+            summed, some = _added_up(builder, now), ir.VectorType(_FLOAT, num_rows)
+            for number in range(num_queries):
+                lanes = ir.Constant(ir.VectorType(_I32, num_rows), [number * num_rows + m for m in range(num_rows)])
+                out = builder.inttoptr(at(sums, sums_bytes, number), some.as_pointer())
+                builder.store(builder.shuffle_vector(summed, summed, lanes), out, align=4)
+            return context.get_dummy_value()
+
+        given = (types.int64,) * 6
+        return types.void(*given), generate
+
+    return multiply
+
+
+def dots_of(*, multiplies_pairs: bool) -> Any:
+    """`dots` for either kind of processor."""
+    four, eight = (_dots_of(num_queries, multiplies_pairs=multiplies_pairs) for num_queries in (4, 8))
+
+    @njit(error_model="numpy")
+    def of_queries(num_queries, queries, query_bytes, addresses, num_vectors, sums, sums_bytes):
+        if num_queries == 8:
+            eight(queries, query_bytes, addresses, num_vectors, sums, sums_bytes)
+        else:
+            four(queries, query_bytes, addresses, num_vectors, sums, sums_bytes)
+
+    return of_queries
+
+
+dots = dots_of(multiplies_pairs=MULTIPLIES_PAIRS)
+"""dots(num_queries, queries, query_bytes, addresses, num_vectors, sums, sums_bytes): float32 sums of 4 or 8 queries,
+`query_bytes` apart, times SUMS / num_queries rows, whose addresses lie at `addresses` (int64); a row's and a query's
+width is num_vectors x WIDTH. The sums of a query lie side by side, those of the next one `sums_bytes` further on."""
+
+
+@intrinsic
+def _largest(_typing, _address, _num_vectors):
+    def generate(_context, builder, _signature, args):
+        def larger(one, other):
+            return builder.select(builder.fcmp_ordered(">", one, other), one, other)
+
+        vectors = builder.inttoptr(args[0], _FLOATS.as_pointer())
+        entry, loop = builder.block, builder.append_basic_block("compared")
+        after = builder.append_basic_block("over")
+        first = builder.load(vectors, align=4)
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        place, before = builder.phi(_I64), builder.phi(_FLOATS)
+        now = larger(builder.load(builder.gep(vectors, [place]), align=4), before)
+        following = builder.add(place, ir.Constant(_I64, 1))
+        for value, start, following_value in ((place, ir.Constant(_I64, 0), following), (before, first, now)):
+            value.add_incoming(start, entry)
+            value.add_incoming(following_value, loop)
+        builder.cbranch(builder.icmp_signed("<", following, args[1]), loop, after)
+        builder.position_at_end(after)
+        for apart in (8, 4, 2, 1):
+            lanes = ir.Constant(_INTS, [(lane + apart) % LANES for lane in range(LANES)])
+            now = larger(builder.shuffle_vector(now, now, lanes), now)
+        return builder.extract_element(now, ir.Constant(_I32, 0))
+
+    return types.float32(types.int64, types.int64), generate
+
+
+largest: Any = _largest
+"""largest(address, num_vectors): of num_vectors (at least one) x LANES float32. NaN may be passed over, or not."""
