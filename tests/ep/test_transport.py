@@ -7,6 +7,7 @@ import torch
 
 from ep import Kind, Pending, Tag, run_ranks
 from ep.conformance import check_transport
+from ep.wrapping import Wrapping
 
 
 def test_a_pending_is_finished_once_however_often_it_is_waited_for():
@@ -63,25 +64,16 @@ def test_ranks_in_and_out_of_inference_mode_exchange_with_each_other():
     run_ranks(3, check, timeout_s=20)
 
 
-class Faulty:
+class Faulty(Wrapping):
     """A transport that passes calls on and spoils what comes of them."""
 
     def __init__(self, inner, spoil):
-        self.rank, self.size = inner.rank, inner.size
-        self._inner, self._spoil = inner, spoil
+        super().__init__(inner)
+        self._spoil = spoil
 
     def all_to_all(self, recv, send, *, recv_splits, send_splits, tag):
-        pending = self._inner.all_to_all(recv, send, recv_splits=recv_splits, send_splits=send_splits, tag=tag)
+        pending = self._transport.all_to_all(recv, send, recv_splits=recv_splits, send_splits=send_splits, tag=tag)
         return pending.then(self._spoil)
-
-    def all_gather(self, row, *, tag):
-        return self._inner.all_gather(row, tag=tag)
-
-    def abort(self, cause):
-        self._inner.abort(cause)
-
-    def close(self):
-        self._inner.close()
 
 
 @pytest.mark.parametrize(
