@@ -131,6 +131,11 @@ def nccl_ep_bytes(spec: HopSpec) -> tuple[int, int]:
     return sum(sizes.regions(sizes.rows, IDX_BYTES["out"])), landing + up_to(16, 4 * spec.num_members)
 
 
+def nccl_ep_landing(spec: HopSpec, bucket: int) -> int:  # noqa: ARG001  # the library's places are always all there
+    """Places that experts look at in a round of so many tokens."""
+    return spec.num_members * Sizes(spec=spec).rows
+
+
 def token_dtype(spec: HopSpec, dtype: torch.dtype) -> torch.dtype:
     """What the library is told that tokens are made of: the run's numbers as they are, or bytes in fp8's name."""
     as_they_are = spec.row.value_bytes == spec.back.hidden * dtype.itemsize

@@ -58,6 +58,11 @@ def symmetric_bytes(spec: HopSpec) -> tuple[int, int]:
     return max(leave * width, FEWEST_BYTES + width), max(land * width, FEWEST_BYTES + width)
 
 
+def symmetric_landing(spec: HopSpec, bucket: int) -> int:
+    """Places that experts look at in a round of so many tokens."""
+    return spec.num_members * (1 + bucket)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Lengths:
     """What one call reads and writes beside the rows; memory of its own, that others write into."""
@@ -136,7 +141,7 @@ class SymmetricHop:
         self._there.leaving_R.copy_(places.lengths_R)
 
         def land(_: None) -> Landed:
-            num_landing = spec.num_members * (1 + terms.bucket)
+            num_landing = symmetric_landing(spec, terms.bucket)
             landed_QB = rows_of(self._buffers.into, num_landing, width)
             lengths_R, begin_R = self._there.landed_2R.clone().unbind(0)
             all_QB = _whole(self._buffers.into, width)  # a rank out of step may have said any length, more than fits

@@ -6,7 +6,7 @@ would need decide alike here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -144,9 +144,7 @@ def settle(config: EngineConfig, *, local_size: int | None = None, ranks_here: i
         on_gpu=on_gpu,
         capacities=capacities,
     )
-    tried = [_exchange_bytes(replace(config, exchange=each), model, None) for each in tries[1:]]
-    numbers = replace(numbers, exchange_buffer_bytes=most_at_once(numbers.exchange_buffer_bytes, tried, tries[1:]))
-    plan = plan_memory(model, numbers)
+    plan = plan_memory(model, _whoever_wins(numbers, config, model, tries[1:]))
     plan.check_fits()
     return Settled(
         config=config,
@@ -289,6 +287,19 @@ def memory_numbers(
         cache_bytes=cache.kv_cache_memory_bytes,
         cache_limit_bytes=None if on_gpu else CPU_CACHE_BYTES,
     )
+
+
+def _whoever_wins(
+    numbers: MemoryNumbers, config: EngineConfig, model: ModelConfig, others: Sequence[ExchangeConfig]
+) -> MemoryNumbers:
+    """With room for the other ways of exchange that are tried, one after the other, and for graphs of any of them."""
+    ways = [replace(config, exchange=other) for other in others]
+    tried = [memory_numbers(way, model, device_bytes=numbers.device_bytes, on_gpu=True) for way in ways]
+    held = most_at_once(numbers.exchange_buffer_bytes, [each.exchange_buffer_bytes for each in tried], others)
+    graphs = numbers.graphs
+    if graphs is not None:
+        graphs = graphs._replace(works=sum([each.graphs.works for each in tried if each.graphs], graphs.works))
+    return replace(numbers, exchange_buffer_bytes=held, graphs=graphs)
 
 
 def _exchange_bytes(config: EngineConfig, model: ModelConfig, capacities: CapacityPlan | None) -> int:
