@@ -12,7 +12,7 @@ from runtime.costs.device_costs import read_device_costs
 from runtime.model.model_config import ModelConfig, read_model_config
 from runtime.model.model_shapes import ParameterCounts, parameter_counts
 from runtime.settings.config import EngineConfig
-from runtime.settings.settling import memory_numbers
+from runtime.settings.memory_numbers import memory_numbers
 from runtime.weights.hardware import Hardware
 from runtime.weights.memory import MemoryPlan, plan_lines, plan_memory
 

@@ -16,7 +16,7 @@ from runtime.graphs.graph_config import GraphConfig, Sizes, cut_sizes
 from runtime.model.model_config import read_model_config
 from runtime.settings.config import EngineConfig, SchedulerConfig
 from runtime.settings.graph_plan import sizes_of
-from runtime.settings.settling import memory_numbers
+from runtime.settings.memory_numbers import memory_numbers
 from runtime.weights.activation_bytes import NumberBytes, own_bytes, whole_bytes
 from runtime.weights.graph_memory import GraphNumbers, Work, graph_bytes
 from runtime.weights.memory import MemoryPlan, plan_lines, plan_memory
