@@ -16,7 +16,7 @@ from runtime.graphs.graph_config import GraphConfig, Sizes, cut_sizes
 from runtime.model.model_config import read_model_config
 from runtime.settings.config import EngineConfig, SchedulerConfig
 from runtime.settings.graph_plan import sizes_of
-from runtime.settings.memory_numbers import memory_numbers
+from runtime.settings.memory_numbers import memory_numbers, with_room_for
 from runtime.weights.activation_bytes import NumberBytes, own_bytes, whole_bytes
 from runtime.weights.graph_memory import GraphNumbers, Work, graph_bytes
 from runtime.weights.memory import MemoryPlan, plan_lines, plan_memory
@@ -109,6 +109,19 @@ def test_back_ends_have_no_blocks_and_experts_look_at_all_their_places(mode: Any
     """NCCL's library has those of the largest round in every one."""
     config = replace(CONFIG, exchange=ExchangeConfig(exchange=mode, hierarchical="off"))
     assert max(work.landing for work in graphs_of(config).works) == landing
+
+
+def test_where_ways_of_exchange_are_tried_there_is_room_for_graphs_of_whichever_wins():
+    model = read_model_config(Path(V3))
+    straight = replace(CONFIG, exchange=ExchangeConfig(exchange="bounded", hierarchical="off"))
+    numbers = memory_numbers(straight, model, device_bytes=141 * 10**9, on_gpu=True)
+    other = replace(straight.exchange, exchange="symmetric")
+    found = with_room_for(numbers, straight, model, [other])
+    assert numbers.graphs is not None
+    assert found.graphs is not None
+    assert set(found.graphs.works) == {*numbers.graphs.works, *graphs_of(replace(straight, exchange=other)).works}
+    assert found == replace(numbers, graphs=found.graphs, exchange_buffer_bytes=found.exchange_buffer_bytes)
+    assert with_room_for(numbers, straight, model, []) == numbers
 
 
 @pytest.mark.parametrize(
