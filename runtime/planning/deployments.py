@@ -21,7 +21,8 @@ from ..model.model_config import ModelConfig
 from ..scheduling.overlap import comm_share
 from ..settings.config import CacheConfig, EngineConfig
 from ..settings.cost_group import expected_imbalance, group_of
-from ..settings.settling import memory_numbers, settle_exchange
+from ..settings.decisions import settle_exchange
+from ..settings.memory_numbers import memory_numbers
 from ..weights.memory import MemoryPlan, plan_memory
 from .goals import Goals, fullest_prompts
 
