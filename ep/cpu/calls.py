@@ -1,4 +1,4 @@
-"""Kernels compiled by Numba, and calling them from as many threads as torch may use.
+"""Kernels compiled by Numba, and calling them from several threads.
 
 A kernel is a function of one argument, the memory of a call: int64 numbers and addresses, of which the first two say
 what is left to do:
@@ -16,11 +16,11 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from numba import types
 
 from .disk import kept
 from .team import team_of_this_thread
+from .threads import num_threads
 
 __all__ = ["Kernel", "kernel", "words_of"]
 
@@ -43,7 +43,7 @@ class Kernel:
     def __call__(self, num_pieces: int, *args: int) -> None:
         """Do `num_pieces` pieces of work, all of them when this returns. Other Python threads run meanwhile."""
         memory = (ctypes.c_int64 * (2 + len(args)))(0, num_pieces, *args)
-        helpers = min(torch.get_num_threads(), num_pieces) - 1
+        helpers = min(num_threads(), num_pieces) - 1
         if helpers > 0:
             team_of_this_thread().call(self.address, ctypes.addressof(memory), helpers=helpers)
         else:

@@ -23,6 +23,7 @@ __all__ = [
     "load",
     "longs",
     "narrow",
+    "narrow_lanes",
     "narrowed",
     "silu",
     "store",
@@ -132,6 +133,31 @@ def narrow(value):
     bits = _float_bits(value)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.uint16(np.uint32(0x7FC0) if value != value else rounded)
+
+
+@intrinsic
+def _narrow_lanes(_typing, _source, _target):
+    """`narrow`, lane by lane, in LLVM's words."""
+    lanes = 16
+    floats_, words, shorts = (ir.VectorType(kind, lanes) for kind in (ir.FloatType(), ir.IntType(32), ir.IntType(16)))
+
+    def all_lanes(value):
+        return ir.Constant(words, [value] * lanes)
+
+    def generate(context, builder, _signature, args):
+        values = builder.load(builder.inttoptr(args[0], floats_.as_pointer()), align=4)
+        bits = builder.bitcast(values, words)
+        odd = builder.and_(builder.lshr(bits, all_lanes(16)), all_lanes(1))
+        rounded = builder.lshr(builder.add(bits, builder.add(odd, all_lanes(0x7FFF))), all_lanes(16))
+        kept = builder.select(builder.fcmp_unordered("uno", values, values), all_lanes(0x7FC0), rounded)
+        builder.store(builder.trunc(kept, shorts), builder.inttoptr(args[1], shorts.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+narrow_lanes: Any = _narrow_lanes
+"""narrow_lanes(source, target): 16 float32 at an address, rounded to bfloat16 at another."""
 
 
 @njit(**INLINE)

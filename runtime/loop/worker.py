@@ -137,7 +137,7 @@ class Worker:
 
     def run_wave(self) -> None:
         """Step until no rank has an unfinished request. Every rank of the group runs this at the same time."""
-        with torch.inference_mode():
+        with torch.inference_mode(), self.decoder.threads():
             while self.step():
                 self.show.stepped(self)
         self.show.rested()

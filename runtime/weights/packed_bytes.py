@@ -1,6 +1,6 @@
 """What weights take a second time where kernels of a processor read packed copies (see `ep.cpu.panels`).
 
-Copied is what is multiplied with rows in the run dtype: neither norms nor the router and the head, which are wide.
+Copied is what is multiplied with rows: not norms, and not the router, which is wide.
 """
 
 from attention_mla import MlaConfig, down_names, mla_shapes
@@ -14,13 +14,14 @@ __all__ = ["packed_weight_bytes"]
 def packed_weight_bytes(model: ModelConfig, slots: int) -> int:
     """Bytes of all copies on a rank with so many expert slots."""
     moe = model.moe
+    head = packed_bytes(model.vocab_size, model.hidden_size)
     dense = model.num_dense_layers * _mlp_bytes(model.hidden_size, model.dense_intermediate_size)
     attention = model.num_layers * _attention_bytes(model.mla)
     if moe is None:
-        return attention + dense
+        return head + attention + dense
     routed = slots * _mlp_bytes(moe.hidden_size, moe.intermediate_size)
     shared = _mlp_bytes(moe.hidden_size, moe.shared_intermediate_size) if moe.num_shared else 0
-    return attention + dense + len(model.moe_layers) * (routed + shared)
+    return head + attention + dense + len(model.moe_layers) * (routed + shared)
 
 
 def _attention_bytes(config: MlaConfig) -> int:

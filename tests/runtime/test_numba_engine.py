@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ep.cpu.panels import Packed
+from ep.cpu.threads import num_threads
 from runtime import CacheConfig, Engine, EngineConfig, RequestOutput, SamplingParams, thread_ranks
 from runtime.requests.request import Request
 
@@ -49,7 +50,7 @@ def test_packed_weights_decode_to_the_tokens_of_plain_ones():
     assert sum(same) >= 48, same
 
 
-def test_the_plan_counts_the_bytes_that_are_packed(small_v3: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_plan_counts_the_bytes_that_are_packed(monkeypatch: pytest.MonkeyPatch):
     packed: list[int] = []
     empty = Packed.empty
 
@@ -60,18 +61,17 @@ def test_the_plan_counts_the_bytes_that_are_packed(small_v3: Path, monkeypatch: 
 
     monkeypatch.setattr(Packed, "empty", counting)
     prompts = [[(7 * place + 31 * request) % 150 + 2 for place in range(90)] for request in range(4)]
-    with Engine(config("numba", model=str(small_v3), load_format="dummy")) as engine:
+    with Engine(config("numba")) as engine:
         engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=2))
         assert sum(packed) == engine.plan.workspaces.packed
 
 
 @pytest.mark.parametrize("cpu_threads", [1, 2])
 def test_every_wave_computes_on_the_threads_that_were_asked_for(small_v3: Path, cpu_threads: int):
-    seen: set[int] = set()
+    seen: set[tuple[int, int]] = set()
 
     def drafter(request: Request) -> list[int]:  # called where the rank computes
-        torch.ones(8).add_(1)
-        seen.add(torch.get_num_threads())
+        seen.add((num_threads(), torch.get_num_threads()))
         return []
 
     before = torch.get_num_threads()
@@ -82,7 +82,7 @@ def test_every_wave_computes_on_the_threads_that_were_asked_for(small_v3: Path, 
                 engine.generate([[5, 6]], SamplingParams(temperature=0.0, max_tokens=4))
     finally:
         torch.set_num_threads(before)
-    assert seen == {cpu_threads}
+    assert seen == {(cpu_threads, 1)}
 
 
 def test_the_thread_that_loads_weights_is_gone_when_ranks_compute(small_v3: Path, monkeypatch: pytest.MonkeyPatch):

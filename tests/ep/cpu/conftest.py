@@ -7,7 +7,7 @@ import torch
 
 
 @pytest.fixture
-def torch_threads() -> Iterator[Callable[[int], None]]:
+def torch_threads_are() -> Iterator[Callable[[int], None]]:
     """Sets how many threads torch's operations and kernels use in this test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads

@@ -49,6 +49,24 @@ def test_numbers_are_rounded_to_bfloat16_as_torch_rounds_them():
     assert torch.equal(found[is_number].view(torch.int16), wanted[is_number].view(torch.int16))
 
 
+def test_lanes_are_rounded_like_single_numbers():
+    @kernel(fast=False)
+    def run(args):
+        while True:
+            piece = claim(args)
+            if piece >= args[1]:
+                return
+            language.narrow_lanes(args[2] + piece * 64, args[3] + piece * 32)
+
+    x = odd_floats()[:-8]
+    x = x[: len(x) // 16 * 16]
+    x[-8:] = odd_floats()[-8:]
+    found, wanted = (torch.empty(x.shape, dtype=torch.bfloat16) for _ in range(2))
+    run(len(x) // 16, x.data_ptr(), found.data_ptr())
+    applied(language.narrow, x, wanted)
+    assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
+
+
 def test_every_bfloat16_is_widened_to_itself():
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     found = applied(language.widen, x, torch.empty(x.shape))
@@ -88,7 +106,7 @@ def test_a_number_with_a_point_comes_through_whole_ones():
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_every_piece_of_work_is_done_once(threads: int, torch_threads: Callable[[int], None]):
+def test_every_piece_of_work_is_done_once(threads: int, torch_threads_are: Callable[[int], None]):
     @kernel()
     def count(args):
         while True:
@@ -97,7 +115,7 @@ def test_every_piece_of_work_is_done_once(threads: int, torch_threads: Callable[
                 return
             language.add(args[2] + 8 * piece, 1)
 
-    torch_threads(threads)
+    torch_threads_are(threads)
     done = torch.zeros(1000, dtype=torch.int64)
     for _ in range(50):
         count(1000, done.data_ptr())

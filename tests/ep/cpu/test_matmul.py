@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from ep.cpu.calls import kernel
 from ep.cpu.language import claim, floats, longs
-from ep.cpu.matmul import linear, multiply
+from ep.cpu.matmul import linear, logits, multiply
 from ep.cpu.panels import Packed, pack, pack_gated, packed_bytes
-from ep.cpu.tile import ROWS, tile_of
+from ep.cpu.tile import MULTIPLIES_PAIRS, ROWS, tile_of
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -33,9 +33,9 @@ SIZES = [(1, 40, 70), (2, 64, 32), (5, 41, 70), (8, 128, 96), (33, 40, 7), (33, 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("num_rows", "num_inputs", "num_outputs"), SIZES)
 def test_a_linear_layer(
-    num_rows: int, num_inputs: int, num_outputs: int, threads: int, torch_threads: Callable[[int], None]
+    num_rows: int, num_inputs: int, num_outputs: int, threads: int, torch_threads_are: Callable[[int], None]
 ):
-    torch_threads(threads)
+    torch_threads_are(threads)
     x, weight = drawn(num_rows, num_inputs), drawn(num_outputs, num_inputs, seed=1)
     assert_rounded(linear(x, pack(weight)), x.double() @ weight.double().T)
 
@@ -45,6 +45,14 @@ def test_a_gated_pair_is_multiplied_at_once(num_rows: int, num_inputs: int, num_
     x, gate_up = drawn(num_rows, num_inputs), drawn(2 * num_outputs, num_inputs, seed=1)
     gate, up = (x.double() @ gate_up.double().T).bfloat16().double().chunk(2, dim=1)
     assert_rounded(linear(x, pack_gated(gate_up)), functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize(("num_rows", "num_inputs", "num_outputs"), SIZES)
+def test_logits_are_not_rounded(num_rows: int, num_inputs: int, num_outputs: int):
+    x, weight = drawn(num_rows, num_inputs), drawn(num_outputs, num_inputs, seed=1)
+    found = logits(x, pack(weight))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, x.float() @ weight.float().T, rtol=1e-5, atol=1e-5)
 
 
 def test_no_rows_give_no_rows():
@@ -76,8 +84,8 @@ def test_groups_multiply_all_their_rows():
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_groups_fill_their_places_from_the_rows_that_are_named(threads: int, torch_threads: Callable[[int], None]):
-    torch_threads(threads)
+def test_groups_fill_their_places_from_the_rows_that_are_named(threads: int, torch_threads_are: Callable[[int], None]):
+    torch_threads_are(threads)
     x, weights = drawn(6, 40), [drawn(50, 40, seed=seed) for seed in (1, 2, 3)]
     starts, rows = torch.tensor([1, 4, 4, 14]), torch.tensor([9, 0, 5, 5, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 9])
     out = torch.full((15, 50), -7.0).bfloat16()
@@ -118,25 +126,27 @@ def test_sizes_that_do_not_go_together_are_refused():
         multiply(drawn(3, 1, 40), Packed.empty(2, 8, 40), drawn(3, 1, 8))
 
 
-@pytest.mark.parametrize("multiplies_pairs", [False, pytest.param(True, marks=pytest.mark.skipif("not ROWS == 8"))])
+@pytest.mark.parametrize("multiplies_pairs", [False, True])
 def test_tiles_for_either_kind_of_processor(multiplies_pairs: bool):
+    if multiplies_pairs and not MULTIPLIES_PAIRS:
+        pytest.skip("this processor does not multiply pairs of bfloat16")
     tile: Any = tile_of(multiplies_pairs=multiplies_pairs)
 
     @kernel()
     def run(args):
         if claim(args) < args[1]:
-            addresses = np.empty(8, np.int64)
+            addresses = np.empty(12, np.int64)
             for m in range(args[2]):
                 addresses[m] = longs(args[3])[m]
-            sums = np.empty(8 * 32, np.float32)
+            sums = np.empty(12 * 32, np.float32)
             tile(args[2], addresses.ctypes.data, args[4], args[5], sums.ctypes.data)
             for place in range(args[2] * 32):
                 floats(args[6])[place] = sums[place]
 
-    x, weight = drawn(8, 70), drawn(32, 70, seed=1)
+    x, weight = drawn(12, 70), drawn(32, 70, seed=1)
     packed, truth = pack(weight), x.double() @ weight.double().T
-    addresses = torch.tensor([x[m].data_ptr() for m in range(8)])
-    for num_rows in range(1, 9):
+    addresses = torch.tensor([x[m].data_ptr() for m in range(12)])
+    for num_rows in range(1, 13):
         out = torch.empty(num_rows, 32)
         run(1, num_rows, addresses.data_ptr(), packed.panels_PKN.data_ptr(), 35, out.data_ptr())
         torch.testing.assert_close(out.double(), truth[:num_rows], rtol=1e-4, atol=1e-4)

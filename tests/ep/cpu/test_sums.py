@@ -14,9 +14,9 @@ from ep.sums import Sums, add
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("num_out", "most"), [(0, 3), (1, 1), (5, 3), (64, 8)])
 def test_sums_have_the_bits_of_torch_s(
-    num_out: int, most: int, weighted: bool, threads: int, torch_threads: Callable[[int], None]
+    num_out: int, most: int, weighted: bool, threads: int, torch_threads_are: Callable[[int], None]
 ):
-    torch_threads(threads)
+    torch_threads_are(threads)
     noise = torch.Generator().manual_seed(num_out)
     rows = torch.randn(50, 120, generator=noise).bfloat16()
     index = torch.randint(-1, 50, (num_out, most), generator=noise)

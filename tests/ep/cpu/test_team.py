@@ -76,8 +76,8 @@ def num_threads() -> int:
 
 
 @pytest.mark.timeout(30)
-def test_as_many_threads_as_torch_has_are_in_a_call_at_once(torch_threads: Callable[[int], None]):
-    torch_threads(3)
+def test_as_many_threads_as_torch_has_are_in_a_call_at_once(torch_threads_are: Callable[[int], None]):
+    torch_threads_are(3)
     shared = words(3)
     for call in range(1, 4):
         shared[0] = 0
@@ -86,18 +86,18 @@ def test_as_many_threads_as_torch_has_are_in_a_call_at_once(torch_threads: Calla
 
 
 @pytest.mark.timeout(30)
-def test_no_more_helpers_come_than_there_are_pieces(torch_threads: Callable[[int], None]):
+def test_no_more_helpers_come_than_there_are_pieces(torch_threads_are: Callable[[int], None]):
     def alone() -> None:
         before = num_threads()
         meet(1, ctypes.addressof(words(3)))
         assert num_threads() == before
 
-    torch_threads(3)
+    torch_threads_are(3)
     in_a_thread(alone)
 
 
 @pytest.mark.timeout(60)
-def test_helpers_that_slept_come_when_they_are_called(torch_threads: Callable[[int], None]):
+def test_helpers_that_slept_come_when_they_are_called(torch_threads_are: Callable[[int], None]):
     def with_rests() -> None:
         for _ in range(20):
             meet(2, ctypes.addressof(words(3)))
@@ -106,13 +106,13 @@ def test_helpers_that_slept_come_when_they_are_called(torch_threads: Callable[[i
                 assert time.monotonic() < deadline, "a helper without work does not sleep"
                 time.sleep(0.001)
 
-    torch_threads(2)
+    torch_threads_are(2)
     in_a_thread(with_rests)
 
 
 @pytest.mark.timeout(30)
-def test_helpers_end_with_the_thread_that_they_helped(torch_threads: Callable[[int], None]):
-    torch_threads(3)
+def test_helpers_end_with_the_thread_that_they_helped(torch_threads_are: Callable[[int], None]):
+    torch_threads_are(3)
     before = num_threads()
     in_a_thread(lambda: meet(3, ctypes.addressof(words(3))))
     deadline = time.monotonic() + 10
@@ -122,8 +122,8 @@ def test_helpers_end_with_the_thread_that_they_helped(torch_threads: Callable[[i
 
 
 @pytest.mark.timeout(30)
-def test_threads_have_teams_of_their_own(torch_threads: Callable[[int], None]):
-    torch_threads(2)
+def test_threads_have_teams_of_their_own(torch_threads_are: Callable[[int], None]):
+    torch_threads_are(2)
     teams = [team_of_this_thread()]
     in_a_thread(lambda: teams.append(team_of_this_thread()))
     assert teams[0] is team_of_this_thread()
@@ -154,8 +154,8 @@ def test_helpers_that_never_come_are_not_missed():
 
 
 @pytest.mark.timeout(30)
-def test_a_helper_that_has_begun_is_waited_for(torch_threads: Callable[[int], None]):
-    torch_threads(2)
+def test_a_helper_that_has_begun_is_waited_for(torch_threads_are: Callable[[int], None]):
+    torch_threads_are(2)
     for _ in range(20):
         shared = words(3)
         late_piece(2, ctypes.addressof(shared))
