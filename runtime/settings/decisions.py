@@ -15,7 +15,7 @@ from moe import ExpertPlacement
 
 from ..costs.roofline import CostShape
 from ..model.model_config import ModelConfig
-from ..weights.hardware import read_hardware
+from ..weights.hardware import Hardware, read_hardware
 from .capacities import read_capacities
 from .config import DTYPES, EngineConfig
 from .exchange_choice import choose_exchange
@@ -34,6 +34,14 @@ def settle_exchange(
 
     Raises ValueError for formats narrower than the run, and for nodes that ranks do not fill.
     """
+    hardware = read_hardware(config.hardware) if config.hardware is not None else None
+    return settle_exchange_on(hardware, config, model, local_size=local_size, on_gpu=on_gpu)
+
+
+def settle_exchange_on(
+    hardware: Hardware | None, config: EngineConfig, model: ModelConfig, *, local_size: int | None, on_gpu: bool
+) -> tuple[EngineConfig, str]:
+    """The same on a device whose file was read before; None: of one that has none."""
     config.exchange.refuse_narrow(run_dtype(config, model))
     node_size = min(config.node_size or local_size or config.ranks, config.ranks)
     choice = choose_exchange(
@@ -44,7 +52,7 @@ def settle_exchange(
         node_size=node_size,
         tokens=full_step(config),
         on_gpu=on_gpu,
-        hardware=read_hardware(config.hardware) if config.hardware is not None else None,
+        hardware=hardware,
     )
     exchange = choose(config.exchange, exchange=choice.mode, hierarchical="on" if choice.hierarchical else "off")
     return replace(config, exchange=exchange, node_size=node_size), choice.why
