@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-__all__ = ["bits_double", "claim", "exp", "floats", "halves", "longs", "narrow", "narrowed", "silu", "widen"]
+__all__ = ["bits_double", "claim", "exp", "fetch", "floats", "halves", "longs", "narrow", "narrowed", "silu", "widen"]
 
 INLINE: dict[str, Any] = {"inline": "always", "error_model": "numpy"}
 
@@ -73,6 +73,24 @@ def _claim(_typing, _counter):
 
 claim: Any = _claim
 """The int64 that a pointer points to, which is one more afterwards, whoever else does the same."""
+
+
+@intrinsic
+def _fetch(_typing, _address):
+    def generate(context, builder, _signature, args):
+        word, place = ir.IntType(32), ir.IntType(8).as_pointer()
+        given = ir.FunctionType(ir.VoidType(), [place, word, word, word])
+        name = "llvm.prefetch.p0i8"
+        prefetch = builder.module.globals.get(name) or ir.Function(builder.module, given, name)
+        read, soon, data = (ir.Constant(word, number) for number in (0, 3, 1))
+        builder.call(prefetch, [builder.inttoptr(args[0], place), read, soon, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+fetch: Any = _fetch
+"""Have the cache line of an address brought near, which may be read soon; any address will do."""
 
 
 @njit(**INLINE)
