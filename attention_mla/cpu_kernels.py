@@ -11,8 +11,8 @@ import numpy as np
 from numba import njit
 
 from ep.cpu.calls import kernel
-from ep.cpu.dots import SUMS, WIDTH, dots, largest
-from ep.cpu.language import bits_double, claim, exp, floats, halves, longs, narrow, narrowed, widen
+from ep.cpu.dots import SUMS, WIDTH, dots, largest, pair_up
+from ep.cpu.language import bits_double, claim, exp, fetch, floats, halves, longs, narrow, narrowed, widen
 from ep.cpu.panels import COLUMNS, LANES
 from ep.cpu.tile import tile
 
@@ -24,7 +24,7 @@ MOST_HEADS = 8
 LINE = 64
 """Bytes of a cache line, at which vectors are read best."""
 
-ONE, ZERO = np.float32(1.0), np.float32(0.0)
+ONE, ZERO, NOTHING = np.float32(1.0), np.float32(0.0), np.float32(-np.inf)
 
 
 @njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
@@ -115,58 +115,49 @@ def _copy(source, target, count):
 
 @njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 def _shares(scores, count, scale, before, shares):
-    """Scores become shares exp(score - largest so far), in bf16 and an even number. Returns the largest so far and the
-    shares' sum; `before` is the largest of earlier blocks."""
-    score, share = floats(scores), halves(shares)
-    for s in range(count, (count + LANES - 1) // LANES * LANES):
-        score[s] = score[0]
-    most = max(before, largest(scores, (count + LANES - 1) // LANES) * scale)
+    """Scores become shares exp(score - largest so far), in bf16. Returns the largest so far and the shares' sum;
+    `before` is the largest of earlier blocks. Up to the end of a vector shares follow that are next to nothing."""
+    score, share, vectors = floats(scores), halves(shares), (count + LANES - 1) // LANES
+    for s in range(count, vectors * LANES):
+        score[s] = NOTHING
+    most = max(before, largest(scores, vectors) * scale)
     total = ZERO
-    for s in range(count):
+    for s in range(vectors * LANES):
         rounded = narrow(exp(score[s] * scale - most))
         share[s] = rounded
         total += widen(rounded)
-    if count % 2:
-        share[count] = np.uint16(0)
     return most, total
 
 
 @njit(error_model="numpy")
-def _pair_up(addresses, column, num_pairs, panel):
-    """COLUMNS values of 2 x num_pairs rows as a panel of `tile`: pairs are of consecutive rows."""
-    for pair in range(num_pairs):
-        one, other = (
-            halves(longs(addresses)[2 * pair] + column * 2),
-            halves(longs(addresses)[2 * pair + 1] + column * 2),
-        )
-        to = halves(panel + pair * COLUMNS * 4)
-        for n in range(COLUMNS):
-            to[2 * n] = one[n]
-            to[2 * n + 1] = other[n]
-
-
-@njit(error_model="numpy")
-def _find_block(begin, count, pages, page_size, cache, width, wide, copy, addresses):
+def _find_block(begin, count, pages, page_size, cache, width, wide, copy, zeros, addresses):
     """Where the rows of `count` positions from `begin` on lie; then zeros. Rows that end within a vector are copied to
     where zeros follow them."""
+    found, number, offset = longs(addresses), begin // page_size, begin % page_size
     for s in range(count):
-        position = begin + s
-        place = longs(pages)[position // page_size] * page_size + position % page_size
-        address = cache + place * width * 2
+        found[s] = cache + (longs(pages)[number] * page_size + offset) * width * 2
         if wide != width:
-            own = copy + (s + 1) * wide * 2
-            _copy(address, own, width)
-            address = own
-        addresses[s] = address
+            _copy(found[s], copy + s * wide * 2, width)
+            found[s] = copy + s * wide * 2
+        offset += 1
+        if offset == page_size:
+            number, offset = number + 1, 0
     for s in range(count, count + SUMS):
-        addresses[s] = copy
+        found[s] = zeros
 
 
 @njit(error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
-def _add_means(heads, share_rows, addresses, num_pairs, share_of, panels, panel, sums, means):
-    """Means times `share_of`, plus a block's latents times their shares."""
+def _add_means(heads, share_rows, addresses, num_pairs, share_of, panels, panel, sums, means, following, num_following):
+    """Means times `share_of`, plus a block's latents times their shares. Meanwhile the rows of the block that follows
+    are brought near."""
     for number in range(panels):
-        _pair_up(addresses, number * COLUMNS, num_pairs, panel)
+        for s in range(num_following * number // panels, num_following * (number + 1) // panels):
+            for line in range(0, panels * COLUMNS * 2 + 2 * LINE, LINE):
+                fetch(longs(following)[s] + line)
+        column = number * COLUMNS * 2
+        for pair in range(num_pairs):
+            one, other = longs(addresses)[2 * pair], longs(addresses)[2 * pair + 1]
+            pair_up(one + column, other + column, panel + pair * COLUMNS * 4)
         tile(heads, share_rows, panel, num_pairs, sums)
         for head in range(heads):
             mean, more = floats(means + (head * panels + number) * COLUMNS * 4), floats(sums + head * COLUMNS * 4)
@@ -188,8 +179,8 @@ def attend(args):
     cache, rank, rope_dim, num_heads, scale = args[12], args[13], args[14], args[15], np.float32(bits_double(args[16]))
     width, panels = rank + rope_dim, (rank + COLUMNS - 1) // COLUMNS
     wide = (width + WIDTH - 1) // WIDTH * WIDTH
-    num_copies = 1 if wide == width else 1 + BLOCK
-    addresses, share_rows = np.empty(BLOCK + SUMS, np.int64), np.empty(MOST_HEADS, np.int64)
+    num_copies = 1 if wide == width else 1 + 2 * BLOCK
+    addresses, share_rows = np.empty(2 * (BLOCK + SUMS), np.int64), np.empty(MOST_HEADS, np.int64)
     most, total, share_of = (
         np.empty(MOST_HEADS, np.float32),
         np.empty(MOST_HEADS, np.float32),
@@ -202,9 +193,11 @@ def attend(args):
     sums = scores + MOST_HEADS * BLOCK * 4
     means = sums + MOST_HEADS * COLUMNS * 4
     query = means + MOST_HEADS * panels * COLUMNS * 4
-    copy = query + MOST_HEADS * wide * 2
-    shares = copy + num_copies * wide * 2
+    zeros = query + MOST_HEADS * wide * 2
+    copies = zeros + wide * 2
+    shares = zeros + num_copies * wide * 2
     panel = shares + MOST_HEADS * BLOCK * 2
+    found = addresses.ctypes.data
     for head in range(MOST_HEADS):
         share_rows[head] = shares + head * BLOCK * 2
     asked = 8 if group_heads > 4 else 4
@@ -217,35 +210,30 @@ def attend(args):
         for head in range(heads):
             _copy(queries + (first + head) * rank * 2, query + head * wide * 2, rank)
             _copy(ropes + (first + head) * rope_dim * 2, query + (head * wide + rank) * 2, rope_dim)
-            most[head], total[head] = np.float32(-np.inf), ZERO
+            most[head], total[head] = NOTHING, ZERO
         for number in range(heads * panels * COLUMNS):
             floats(means)[number] = ZERO
-        context = longs(positions)[row] + 1
+        context, own_pages, later = longs(positions)[row] + 1, pages + row * num_pages * 8, 0
+        count = min(BLOCK, context)
+        _find_block(0, count, own_pages, page_size, cache, width, wide, copies, zeros, found)
         for begin in range(0, context, BLOCK):
-            count = min(BLOCK, context - begin)
-            _find_block(begin, count, pages + row * num_pages * 8, page_size, cache, width, wide, copy, addresses)
+            here, later = found + later * (BLOCK + SUMS) * 8, 1 - later
+            following = found + later * (BLOCK + SUMS) * 8
+            num_following, copy = min(BLOCK, context - begin - count), copies + later * BLOCK * wide * 2
+            _find_block(begin + BLOCK, num_following, own_pages, page_size, cache, width, wide, copy, zeros, following)
             for s in range(0, count, SUMS // asked):
-                some = addresses.ctypes.data + s * 8
-                dots(asked, query, wide * 2, some, wide // WIDTH, scores + s * 4, BLOCK * 4)
+                dots(asked, query, wide * 2, here + s * 8, wide // WIDTH, scores + s * 4, BLOCK * 4)
             for head in range(heads):
                 before = most[head]
                 most[head], added = _shares(scores + head * BLOCK * 4, count, scale, before, share_rows[head])
                 share_of[head] = exp(before - most[head])
                 total[head] = total[head] * share_of[head] + added
-            _add_means(
-                heads,
-                share_rows.ctypes.data,
-                addresses.ctypes.data,
-                (count + 1) // 2,
-                share_of,
-                panels,
-                panel,
-                sums,
-                means,
-            )
+            pairs, rows = (count + 1) // 2, share_rows.ctypes.data
+            _add_means(heads, rows, here, pairs, share_of, panels, panel, sums, means, following, num_following)
+            count = num_following
         for head in range(heads):
             to, mean = halves(out + (first + head) * rank * 2), floats(means + head * panels * COLUMNS * 4)
             share = ONE / total[head]
             for c in range(rank):
                 to[c] = narrow(mean[c] * share)
-    memory[0] = 0  # it is freed after its last use, and an address is none
+    memory[0], addresses[0] = 0, 0  # they are freed after their last use, and an address is none

@@ -1,8 +1,8 @@
-"""Dot products of a few rows with a few other rows, all bf16 and of one width, summed in float32; and a maximum.
+"""What attention over rows that are multiplied once needs beside `tile`: dot products of rows as they lie, all bf16 and
+of one width, summed in float32; rows paired up to be a panel; a maximum.
 
-Where `tile` wants one side packed, both sides lie here as they are: right where neither is multiplied twice. There are
-SUMS sums at once, a register each. Those are then added up together: every step halves their number and the lanes of
-each, so that 16 vectors become one whose lanes are the 16 sums.
+There are SUMS sums at once, a register each. Those are then added up together: every step halves their number and the
+lanes of each, so that 16 vectors become one whose lanes are the 16 sums.
 
     a0 a1 a2 a3  b0 b1 b2 b3  ..    ->    a0+a2 b0+b2 a1+a3 b1+b3  ..    ->    a b c d    (per 128 bits)
 
@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from .panels import LANES
 from .tile import MULTIPLIES_PAIRS, times_of
 
-__all__ = ["SUMS", "WIDTH", "dots", "largest"]
+__all__ = ["SUMS", "WIDTH", "dots", "largest", "pair_up"]
 
 SUMS = LANES
 WIDTH = 2 * LANES
@@ -26,6 +26,7 @@ WIDTH = 2 * LANES
 
 _I32, _I64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_I32, LANES)
+_HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
 _HALVINGS = (
     ([0, 16, 1, 17], [2, 18, 3, 19]),
     ([0, 1, 16, 17], [2, 3, 18, 19]),
@@ -128,6 +129,25 @@ dots = dots_of(multiplies_pairs=MULTIPLIES_PAIRS)
 """dots(num_queries, queries, query_bytes, addresses, num_vectors, sums, sums_bytes): float32 sums of 4 or 8 queries,
 `query_bytes` apart, times SUMS / num_queries rows, whose addresses lie at `addresses` (int64); a row's and a query's
 width is num_vectors x WIDTH. The sums of a query lie side by side, those of the next one `sums_bytes` further on."""
+
+
+@intrinsic
+def _pair_up(_typing, _one, _other, _to):
+    def generate(context, builder, _signature, args):
+        one, other, to = (builder.inttoptr(address, _HALVES.as_pointer()) for address in args)
+        one, other = builder.load(one, align=2), builder.load(other, align=2)
+        for vector in range(2):
+            lanes = [16 * vector + lane // 2 + 32 * (lane % 2) for lane in range(32)]
+            paired = builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(_I32, 32), lanes))
+            builder.store(paired, builder.gep(to, [ir.Constant(_I64, vector)]), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+pair_up: Any = _pair_up
+"""pair_up(one, other, to): 32 values of two rows, by turns: two inputs in a panel of `tile`, its outputs are the rows'
+columns."""
 
 
 @intrinsic

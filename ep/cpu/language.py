@@ -18,6 +18,7 @@ __all__ = [
     "bits_double",
     "claim",
     "exp",
+    "fetch",
     "floats",
     "halves",
     "load",
@@ -119,6 +120,24 @@ load: Any = _load
 """load(address): the int64 that other threads may write."""
 store: Any = _store
 """store(address, value): an int64 that other threads may read."""
+
+
+@intrinsic
+def _fetch(_typing, _address):
+    def generate(context, builder, _signature, args):
+        word, place = ir.IntType(32), ir.IntType(8).as_pointer()
+        given = ir.FunctionType(ir.VoidType(), [place, word, word, word])
+        name = "llvm.prefetch.p0i8"
+        prefetch = builder.module.globals.get(name) or ir.Function(builder.module, given, name)
+        read, soon, data = (ir.Constant(word, number) for number in (0, 3, 1))
+        builder.call(prefetch, [builder.inttoptr(args[0], place), read, soon, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+fetch: Any = _fetch
+"""Have the cache line of an address brought near, which may be read soon; any address will do."""
 
 
 @njit(**INLINE)
