@@ -50,6 +50,20 @@ def test_packed_weights_decode_to_the_tokens_of_plain_ones():
     assert sum(same) >= 48, same
 
 
+def test_a_request_has_the_same_bits_whoever_decodes_beside_it():
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, ignore_eos=True)
+    prompts = [
+        *PROMPTS,
+        *[[(13 * place + 7 * request) % 900 + 5 for place in range(3 + 9 * request)] for request in range(6)],
+    ]
+    with Engine(config("numba")) as engine:
+        together = engine.generate(prompts, params)
+        for prompt, beside in zip(prompts[::2], together[::2], strict=True):
+            (alone,) = engine.generate([prompt], params)
+            assert alone.token_ids == beside.token_ids
+            assert alone.logprobs == beside.logprobs
+
+
 def test_the_plan_counts_the_bytes_that_are_packed(monkeypatch: pytest.MonkeyPatch):
     packed: list[int] = []
     empty = Packed.empty

@@ -4,14 +4,11 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
-from numba import types
 
-from ep.cpu import disk
-from ep.cpu.calls import Kernel, kernel
+from ep.cpu.calls import kernel
 from ep.cpu.language import add, claim, load, store
 from ep.cpu.team import Team, team_of_this_thread
 
@@ -160,23 +157,3 @@ def test_a_helper_that_has_begun_is_waited_for(torch_threads_are: Callable[[int]
         shared = words(3)
         late_piece(2, ctypes.addressof(shared))
         assert shared[1] == 1, "the call was over before its pieces"
-
-
-def test_what_is_compiled_is_kept_under_the_sources_it_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    disk._folder.cache_clear()
-    try:
-        made = Kernel(disk.kept(types.void(types.CPointer(types.int64)), _nothing))
-        made(0)
-        folders = list((tmp_path / ".cache" / "serried" / "kernels").iterdir())
-        assert len(folders) == 1
-        assert list(folders[0].rglob("*.nbc"))
-        changed = tmp_path / "changed.py"
-        changed.write_text("another source")
-        assert Path(disk._folder(changed)) != folders[0]
-    finally:
-        disk._folder.cache_clear()
-
-
-def _nothing(args):
-    return
