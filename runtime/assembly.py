@@ -16,6 +16,7 @@ from attention_mla import LatentCache
 from dbo import UNTIMED, OverlapState, Untimed
 from ep import Transport, exchange_ops
 from ep.lanes import LANES, LanedTransport
+from ep.ops import import_kernels
 from eplb import ExpertLoad
 
 from .control.control import Control
@@ -141,6 +142,8 @@ def assemble(
         )
         for seat, held in zip(seats, weights, strict=True)
     )
+    if settled.config.ops == "numba" and (compiled := import_kernels("ep.cpu.disk", None).note()) is not None:
+        told.append(compiled)
     return Parts(
         model=settled.model,
         plan=settled.plan,

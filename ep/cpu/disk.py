@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -12,18 +13,32 @@ from typing import Any
 
 import numba
 
-__all__ = ["kept"]
+__all__ = ["kept", "note"]
+
+_SPENT_S: list[float] = []
 
 
 def kept(signature: Any, function: Callable[..., Any], **options: Any) -> Any:
     """The function as C calls it (`numba.cfunc`): found on disk, or compiled now and kept where that can be."""
-    folder = _folder(Path(function.__code__.co_filename))
+    begin, folder = time.monotonic(), _folder(Path(function.__code__.co_filename))
     settings: Any = import_module("numba.core.config")
     before, settings.CACHE_DIR = settings.CACHE_DIR, folder or ""
     try:
         return numba.cfunc(signature, cache=folder is not None, error_model="numpy", **options)(function)
     finally:
         settings.CACHE_DIR = before
+        _SPENT_S.append(time.monotonic() - begin)
+
+
+def note() -> str | None:
+    """What to say of a start that compiled more than a second; None of another."""
+    seconds = sum(_SPENT_S)
+    if seconds < 1:
+        return None
+    kept_where = (
+        "and are kept for the next start" if _folder(Path(__file__)) else "for no folder for them can be written"
+    )
+    return f"kernels were compiled for this processor in {seconds:.0f} s, {kept_where}"
 
 
 @cache

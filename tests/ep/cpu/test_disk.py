@@ -37,3 +37,14 @@ def test_where_nobody_may_write_kernels_are_compiled_at_every_start(home: Path):
     home.write_text("a file, and no folder")
     Kernel(disk.kept(CALL, nothing))(0)
     assert disk._folder(Path(__file__)) is None
+
+
+def test_a_start_that_compiled_for_long_says_so(home: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(disk, "_SPENT_S", [0.2, 0.3])
+    assert disk.note() is None
+    disk._SPENT_S.append(8.4)
+    assert disk.note() == "kernels were compiled for this processor in 9 s, and are kept for the next start"
+    home.rename(home.with_name("gone"))
+    home.write_text("a file, and no folder")
+    disk._folder.cache_clear()
+    assert disk.note() == "kernels were compiled for this processor in 9 s, for no folder for them can be written"
