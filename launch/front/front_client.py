@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self
 
+import msgspec
+
 from runtime.requests.outputs import TokenLogprob
 from runtime.requests.sampling_params import SamplingParams
 from runtime.requests.telemetry import RankStats
@@ -40,9 +42,9 @@ class GroupInfo:
     commit: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """What one choice of a request got in one step, or in several: new tokens only.
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """What one choice of a request got in one step, or in several: new tokens only. A struct, for it is made for every
+    token.
 
     index             which of n
     offset            output tokens before these; the chunks of one index have no gap and no token twice

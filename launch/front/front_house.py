@@ -207,7 +207,8 @@ class House:
     def _hear(self, news: News) -> None:
         choice = self._choices[news.request_id]
         entry, stream = choice.open, choice.open.stream
-        self._desk.hear(news)
+        if choice.queued or news.finish_reason is not None:
+            self._desk.hear(news)
         if choice.queued:
             choice.queued = False
             self._gate.moved(tokens=choice.prompt_len, pages=0)

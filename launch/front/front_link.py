@@ -19,6 +19,8 @@ from runtime.ranks.wire_sockets import has_message, identity_of, rank_of
 AT_ONCE = 64
 """Letters that are taken before others of this process have their turn."""
 
+HEAD, REST = zmq.NOBLOCK | zmq.SNDMORE, zmq.NOBLOCK
+
 Hear = Callable[[int | None, WireToFront], None]
 """A letter and its rank; None for one who has no rank, and may say nothing but who failed."""
 
@@ -60,8 +62,8 @@ class FrontLink:
         """For the protocol see `RankLink`."""
         message = pack(letter)  # before its head is sent: what cannot be packed must not leave half a message
         try:
-            self._socket.send(identity_of(rank), zmq.NOBLOCK | zmq.SNDMORE)
-            self._socket.send(message, zmq.NOBLOCK)
+            self._socket.send(identity_of(rank), HEAD)
+            self._socket.send(message, REST)
         except zmq.ZMQError as error:
             raise RanksOutOfReach(f"rank {rank} is out of reach: {error}") from error
         self._look_again()

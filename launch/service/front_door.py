@@ -34,6 +34,7 @@ from ..front.front_client import GroupClient, Refused
 from ..front.front_group import FrontGroup
 from ..front.front_link import FrontLink, RanksOutOfReach
 from ..groups.spawn import interrupts_blocked, start_process, this_program
+from .front_loop import run_loop
 from .front_papers import Address, Papers, read, write
 from .front_start import DESCRIPTOR, DONE, ENDING_S, FAILED, INTERRUPTED
 from .serve_config import ServeConfig
@@ -59,7 +60,7 @@ def run(arguments: Sequence[str], serve: Serve) -> int:
     if arguments[0] == "--lifeline":
         with socket.socket(fileno=int(arguments[1])) as lifeline:
             papers = read(lifeline, Papers)
-            return FAILED if papers is None else asyncio.run(FrontDoor(papers, lifeline).live(serve))
+            return FAILED if papers is None else run_loop(FrontDoor(papers, lifeline).live(serve))
     mine, theirs = socket.socketpair()
     with mine:
         process, papers = None, None
@@ -70,7 +71,7 @@ def run(arguments: Sequence[str], serve: Serve) -> int:
                 papers = read(mine, Papers)
                 if papers is None:
                     return _code(process.wait(ENDING_S))
-                code = asyncio.run(FrontDoor(papers, mine).live(serve))
+                code = run_loop(FrontDoor(papers, mine).live(serve))
         except _Told:
             say("told to end before it served")
             code, papers = DONE, None

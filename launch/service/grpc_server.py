@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 
 from ..front.front_client import GroupClient, GroupInfo
+from .front_loop import patient_threads
 from .grpc_access import MessageGuard, TokenGuard, read_token, server_credentials
 from .grpc_service import SERVICE, EngineService
 from .http_port import HttpPort
@@ -74,7 +75,8 @@ class Server:
         interceptors: list[grpc.aio.ServerInterceptor] = []
         if config.token_file is not None:
             interceptors.append(TokenGuard(read_token(config.token_file)))
-        self._grpc = grpc.aio.server(interceptors=interceptors, options=server_options(config))
+        with patient_threads():
+            self._grpc = grpc.aio.server(interceptors=interceptors, options=server_options(config))
         self._tasks: list[asyncio.Task[None]] = []
         self._gateway: Gateway | None = None
         self.port = 0
@@ -117,7 +119,7 @@ class Server:
             http=f"http://{self._config.host}:{self.http_port}",
         )
         if self._config.openai:
-            self._gateway = await Gateway.start(self._config, info, port=self.port, log=self._log)
+            self._gateway = Gateway.start(self._config, info, port=self.port, log=self._log)
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Until `stop` is set. Raises GroupFailed, and Exception of what this server needs and has lost."""

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,21 +40,20 @@ class GatewayLost(Exception):
 class Gateway:
     """A running gateway."""
 
-    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
         self._process = process
         self.port = port
 
     @classmethod
-    async def start(cls, config: ServeConfig, info: GroupInfo, *, port: int, log: Log) -> Gateway:
+    def start(cls, config: ServeConfig, info: GroupInfo, *, port: int, log: Log) -> Gateway:
         """Start it for a server on `port`. Raises ValueError where it is not installed."""
         program = find_program()
         http_port = config.openai_port or free_port(config.host)
         metrics_port = config.openai_metrics_port or free_port(config.host)
         words = gateway_words(config, info, port=port, http_port=http_port, metrics_port=metrics_port)
-        process = await asyncio.create_subprocess_exec(
-            *tied_to_us(program),
-            *words,
-            stdin=asyncio.subprocess.DEVNULL,
+        process = subprocess.Popen(
+            [*tied_to_us(program), *words],
+            stdin=subprocess.DEVNULL,
             stdout=2,
             env=quiet(os.environ),
             process_group=0,  # Ctrl-C reaches the server, which ends the gateway after its own requests
@@ -63,19 +63,17 @@ class Gateway:
 
     def check(self) -> None:
         """Raises GatewayLost when it has ended."""
-        if self._process.returncode is not None:
+        if self._process.poll() is not None:
             raise GatewayLost(f"the gateway {PROGRAM} ended with code {self._process.returncode}")
 
     async def stop(self) -> None:
         """End it, with a moment to say good-bye to its own clients."""
-        if self._process.returncode is None:
-            self._process.terminate()
-            try:
-                async with asyncio.timeout(STOP_S):
-                    await self._process.wait()
-            except TimeoutError:
-                self._process.kill()
-        await self._process.wait()
+        self._process.terminate()
+        try:
+            await asyncio.to_thread(self._process.wait, STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
 
 
 def find_program() -> str:

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from ep.errors import RequestError
 from launch.front.front_client import GroupClient, Refused
 from launch.service.front_door import run
@@ -58,7 +60,7 @@ async def answers(client: GroupClient, question: dict[str, Any]):
             yield {"refused": str(error)}
             return
         async for chunk in stream:
-            yield asdict(chunk)
+            yield msgspec.structs.asdict(chunk)
     elif what == "info":
         yield asdict(await client.info())
     elif what == "abort":

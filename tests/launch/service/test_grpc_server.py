@@ -274,7 +274,7 @@ def test_when_the_group_fails_everybody_hears_of_whom_before_the_server_ends(run
 def test_a_lost_gateway_ends_the_server_after_what_runs(run, tiny, monkeypatch):
     class Lost:
         @classmethod
-        async def start(cls, *args, **how):
+        def start(cls, *args, **how):
             return cls()
 
         def check(self):

@@ -43,7 +43,7 @@ def stand_in(tmp_path, monkeypatch):
 
 
 async def started(said: Path) -> Gateway:
-    gateway = await Gateway.start(ServeConfig(), info_of("folder"), port=1234, log=Log("text", stream=io.StringIO()))
+    gateway = Gateway.start(ServeConfig(), info_of("folder"), port=1234, log=Log("text", stream=io.StringIO()))
     await until(said.exists)
     return gateway
 
@@ -85,7 +85,7 @@ def test_one_that_is_lost_is_missed(stand_in):
     async def body():
         gateway = await started(stand_in())
         os.kill(gateway._process.pid, signal.SIGKILL)
-        await gateway._process.wait()
+        gateway._process.wait()
         with pytest.raises(GatewayLost):
             gateway.check()
 
