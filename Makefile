@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Processes that share the tests; tests/conftest.py lets no other test run beside those that are marked `alone`.
+WORKERS ?= 2
 
 .PHONY: demo test lint soak test-faults clean
 
@@ -18,7 +20,7 @@ demo: $(READY)
 	  --max-concurrency 16 --output-len 32 --output-json demo.json --report demo.html
 
 test: lint
-	$(BIN)/python -m pytest -m 'not soak and not gpu' tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not soak and not gpu' tests
 
 lint: $(READY)
 	$(BIN)/ruff check .

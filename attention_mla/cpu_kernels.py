@@ -13,7 +13,8 @@ from numba import njit
 from ep.cpu.calls import kernel
 from ep.cpu.dots import SUMS, WIDTH, carry_on, dots, largest, pair_up
 from ep.cpu.language import bits_double, claim, exp, fetch, floats, halves, longs, narrow, narrowed, widen
-from ep.cpu.tile import COLUMNS, LANES, tile
+from ep.cpu.panels import COLUMNS, LANES
+from ep.cpu.tile import tile
 
 __all__ = ["BLOCK", "append", "attend", "norm"]
 
@@ -39,7 +40,7 @@ def _norm_row(x, weight, size, eps, out):
         out[d] = narrow(narrowed(widen(x[d]) * scale) * widen(weight[d]))
 
 
-@kernel
+@kernel()
 def norm(args):
     """Rows plus updates, and the norm of that. Without updates (address 0) no sums are written."""
     x, x_row, update, update_row, sums, out = args[2], args[3], args[4], args[5], args[6], args[7]
@@ -70,7 +71,7 @@ def _turn(x, turns, num_pairs, interleaved, out):
         out[pair * step + apart] = narrow(first * sin + second * cos)
 
 
-@kernel
+@kernel()
 def append(args):
     """Tokens' latents, normed, and their rope keys, turned, into the cache's rows; queries' rope parts, turned, into
     `out`. The last pieces clear places, none of which is written.
@@ -170,7 +171,7 @@ def _write_scaled(values, scale, count, out):
         to[number] = narrow(value[number] * scale)
 
 
-@kernel
+@kernel()
 def attend(args):
     """Each decode row's heads over its context: the mean of its latents, weighted by softmax.
 

@@ -7,7 +7,6 @@ Letters: T tokens here, D model, H heads, N query/key head size without rope, C 
 size, R decode rows, G pages of a request.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,9 @@ import torch
 from torch import Tensor
 
 from ep.cpu.calls import words_of
-from ep.cpu.matmul import Packed, linear, multiply, pack
+from ep.cpu.matmul import linear, multiply
+from ep.cpu.panels import Packed, pack
+from ep.cpu.threads import num_threads, torch_threads
 from ep.cpu.tile import ROWS
 
 from .cache import LatentCache
@@ -145,7 +146,8 @@ class NumbaOps(ReferenceOps):
     ) -> None:
         if cache.row.fp8:
             shared: dict[str, Any] = {"config": config, "cache": cache, "layer": layer, "view": view}
-            super().attend(queries, weights, plan=None, out_THV=out_THV, **shared)
+            with torch_threads():
+                super().attend(queries, weights, plan=None, out_THV=out_THV, **shared)
             return
         shared = {"config": config, "cache": cache, "layer": layer}
         if plan.tokens_R is None:
@@ -155,14 +157,12 @@ class NumbaOps(ReferenceOps):
             heads_RHV = out_THV.new_empty(len(plan.tokens_R), *out_THV.shape[1:])
             self._attend_rows(queries.take(tokens_R), weights, plan.parts, out_RHV=heads_RHV, **shared)
             out_THV.index_copy_(0, tokens_R, heads_RHV)
-        for prompt in plan.prompts:
-            out_THV[prompt.tokens] = flash_attention(
-                queries.part(prompt.tokens),
-                weights,
-                latents=cache.rows(layer),
-                prompt=prompt,
-                softmax_scale=config.softmax_scale,
-            )
+        if plan.prompts:
+            over = {"latents": cache.rows(layer), "softmax_scale": config.softmax_scale}
+            with torch_threads():
+                for prompt in plan.prompts:
+                    part = queries.part(prompt.tokens)
+                    out_THV[prompt.tokens] = flash_attention(part, weights, prompt=prompt, **over)
 
     def _attend_rows(
         self,
@@ -248,7 +248,7 @@ class NumbaOps(ReferenceOps):
         """W_UK from N to C and W_UV from C to V, heads as groups."""
         if id(weights) not in self._heads:
             keys_HCN, values_HVC = weights.w_uk_HNC.transpose(1, 2), weights.w_uv_HVC
-            self._heads[id(weights)] = weights, _pack_groups(list(keys_HCN)), _pack_groups(list(values_HVC))
+            self._heads[id(weights)] = weights, pack(*keys_HCN), pack(*values_HVC)
         return self._heads[id(weights)][1:]
 
 
@@ -266,16 +266,10 @@ def _part(view: PagedView, tokens_R: Column, begin: int) -> Part:
     )
 
 
-def _pack_groups(weights: Sequence[Tensor]) -> Packed:
-    """One after the other."""
-    packed = [pack(weight_NK) for weight_NK in weights]
-    return Packed(torch.cat([each.panels_PKN for each in packed]), packed[0].num_outputs)
-
-
 def _heads_at_once(num_rows: int, num_heads: int) -> int:
     """As many as share a row's latents best; half of that where threads would have nothing to do."""
     most = min(ROWS, MOST_HEADS)
-    if num_rows * -(-num_heads // most) < 2 * torch.get_num_threads():
+    if num_rows * -(-num_heads // most) < 2 * num_threads():
         most = min(most, 4)
     return most
 

@@ -7,11 +7,12 @@ Letters: T tokens here, D model, C latent rank, P rope dim, H heads, V value hea
 """
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from ep.ops import import_kernels
 
 from .cache import LatentCache
 from .config import MlaConfig
@@ -20,7 +21,7 @@ from .matrix import Matrix, Rows
 from .reference import Queries
 from .reference_ops import ReferenceOps
 from .rope import Rotation
-from .triton_ops import TritonOps, import_kernels
+from .triton_ops import TritonOps
 from .view import PagedView
 from .weights import MlaWeights
 
@@ -82,16 +83,8 @@ class AttentionOps(Protocol):
 REFERENCE = ReferenceOps()
 
 
-def _numba_ops(*, comm_sms: int = 0) -> AttentionOps:  # noqa: ARG001
-    """Its kernels are compiled when their module is first imported."""
-    try:
-        return import_module(".numba_ops", __package__).NumbaOps()
-    except ModuleNotFoundError as error:
-        if error.name not in ("numba", "llvmlite"):
-            raise
-        raise ValueError(
-            "ops is 'numba'; it needs the package numba: pip install 'serried[cpu]', or choose reference"
-        ) from error
+def _numba_ops(*, comm_sms: int) -> AttentionOps:
+    return import_kernels(".numba_ops", __package__).NumbaOps(comm_sms=comm_sms)
 
 
 OPS: dict[str, Callable[..., AttentionOps]] = {"reference": ReferenceOps, "numba": _numba_ops, "triton": TritonOps}
@@ -107,4 +100,4 @@ def attention_ops(name: str, *, comm_sms: int = 0) -> AttentionOps:
 
 def interpreted() -> bool:
     """Whether kernels would run in Triton's interpreter. ValueError if Triton is not installed."""
-    return import_kernels("e4m3_kernels").INTERPRETED
+    return import_kernels(".e4m3_kernels", __package__).INTERPRETED

@@ -6,13 +6,13 @@ Letters: T tokens here, D model, H heads, C latent rank, P rope dim, V value hea
 """
 
 from dataclasses import dataclass, replace
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from ep.ops import import_kernels
 
 from .absorbed import Absorbed
 from .cache import LatentCache
@@ -26,7 +26,7 @@ from .scaled_products import ChosenProduct, timed_us, torch_product
 from .view import PagedView
 from .weights import MlaWeights
 
-__all__ = ["TritonOps", "import_kernels"]
+__all__ = ["TritonOps"]
 
 SPLIT_TOKENS = 2048
 """Of Triton's decode attention. A split costs two passes over 256 KiB of sums a token at 128 heads, so there should be
@@ -50,12 +50,11 @@ class TritonOps:
     def __init__(self, *, comm_sms: int = 0, split_tokens: int = SPLIT_TOKENS) -> None:
         self._comm_sms = comm_sms
         self._split_tokens = split_tokens
-        self._append, self._norm = import_kernels("append_kernels"), import_kernels("norm_kernels")
-        self._quant, self._linear = import_kernels("quant_kernels"), import_kernels("linear_kernels")
-        self.chosen = ChosenProduct(self._product, torch_product, timed_us=timed_us)
-        self._work, self._decode, self._merge = (
-            import_kernels(f"{name}_kernels") for name in ("work", "decode", "merge")
+        self._append, self._norm, self._quant, self._linear, self._work, self._decode, self._merge = (
+            import_kernels(f".{name}_kernels", __package__)
+            for name in ("append", "norm", "quant", "linear", "work", "decode", "merge")
         )
+        self.chosen = ChosenProduct(self._product, torch_product, timed_us=timed_us)
 
     def plan(self, view: PagedView, *, config: MlaConfig, dtype: torch.dtype) -> DecodePlan:
         """Lists the work of the decode rows, on the device."""
@@ -198,15 +197,3 @@ def _fp8_rows(x_TD: Tensor) -> Fp8Rows:
         scales_TG=torch.empty(num_tokens, num_blocks(width), device=x_TD.device),
         dtype=x_TD.dtype,
     )
-
-
-def import_kernels(name: str) -> ModuleType:
-    """A module of this room that needs triton. ValueError if it is not installed."""
-    try:
-        return import_module(f".{name}", __package__)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != "triton":
-            raise
-        raise ValueError(
-            "ops is 'triton'; it needs the package triton: pip install 'serried[gpu]', or choose reference"
-        ) from error

@@ -10,14 +10,15 @@ from .bounded import bounded_bytes
 from .capacity import CapacityPlan, HopPlaces, HopShape, hop_shapes, places_of, uniform_plan
 from .config import ExchangeConfig
 from .hops import HopSpec
-from .nccl_ep_hop import nccl_ep_bytes
+from .nccl_ep_hop import nccl_ep_bytes, nccl_ep_landing
 from .rows import CODECS, BackFormat, Codec, RowFormat, wide
-from .symmetric_hop import row_align, symmetric_bytes
+from .symmetric_hop import row_align, symmetric_bytes, symmetric_landing
 from .terms import MOST_LEVEL
 from .topology import Topology
 
 BACK_END_BYTES = {"nccl_ep": nccl_ep_bytes, "symmetric": symmetric_bytes}
 """Bytes of `HopBuffers` (out, in) that a back end's hop takes."""
+BACK_END_LANDING = {"nccl_ep": nccl_ep_landing, "symmetric": symmetric_landing}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,15 @@ class Blueprint:
             return []
         plan = self.plan or uniform_plan(self._shapes, self.topology, top_k=self.top_k, combine=self.config.combine)
         return places_of(plan, self._shapes, top_k=self.top_k)
+
+    def landing(self, tokens: int) -> int:
+        """N of `Arrivals` in a round of a step of so many tokens, where the host does not count: places for all rows
+        that may land, at the capacities of the start."""
+        bucket, mode = min(tokens, self.config.round_tokens), self.config.exchange
+        if mode in BACK_END_LANDING:
+            return BACK_END_LANDING[mode](self.specs[0], bucket)
+        hop = self.places[-1]
+        return hop.shape.num_members * (1 + hop.dispatch(bucket, 0))
 
     @property
     def buffer_bytes(self) -> list[tuple[int, int]]:

@@ -18,15 +18,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .clock import TAG_WORDS, StepClock
-from .hops import HopBuffers, HopKinds, HopSpec, Landed, PairRows, rows_of
+from .clock import TAG_WORDS
+from .hops import HopPart, HopSpec, Landed, PairRows, rows_of
 from .layout import own_slots
-from .ops import ExchangeOps
 from .places import RowPlaces, come_back, given_back
 from .rows import HEADER_WORDS, Rows
-from .subgroup import Subgroup
 from .sums import Sums
-from .tags import check_tags
 from .terms import Terms
 from .transport import Pending, Tag
 
@@ -54,33 +51,6 @@ class Overflow:
         return taken
 
 
-class Faults:
-    """The first exchange of a hop whose headers do not fit together, on the device until somebody asks."""
-
-    def __init__(self, group: Subgroup, device: torch.device | str) -> None:
-        self._members = group.members
-        self._rank = group.members[group.rank]
-        self._found = torch.zeros((), dtype=torch.bool, device=device)
-        self._heard = torch.zeros(group.size, TAG_WORDS, dtype=torch.int64, device=device)
-
-    def compare(self, heard: Tensor, tag: Tensor) -> None:
-        """`heard` [members, TAG_WORDS] should all be `tag`."""
-        is_first = (heard != tag).any() & ~self._found
-        self._heard.copy_(heard.where(is_first, self._heard))
-        self._found.logical_or_(is_first)
-
-    @property
-    def found(self) -> Tensor:
-        """Bool scalar on the device: there was one. It stays up, and later ones are looked past."""
-        return self._found
-
-    def check(self) -> None:
-        """Raise TagMismatch for the first fault. The host waits for the device."""
-        if self._found.item():
-            words: list[tuple[int, ...]] = [tuple(tag) for tag in self._heard.tolist()]
-            check_tags(words, rank=self._rank, ranks=self._members)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundedTrail:
     """What one rank sent in a hop, and got."""
@@ -95,28 +65,10 @@ class BoundedTrail:
 class BoundedHop:
     """Blocks of equal size to and from every member."""
 
-    def __init__(
-        self,
-        group: Subgroup,
-        spec: HopSpec,
-        buffers: HopBuffers,
-        kinds: HopKinds,
-        ops: ExchangeOps,
-        *,
-        capacities: Capacities,
-        overflow: Overflow,
-        faults: Faults,
-        clock: StepClock,
-    ) -> None:
-        self._group = group
-        self._spec = spec
-        self._buffers = buffers
-        self._kinds = kinds
-        self._ops = ops
+    def __init__(self, part: HopPart, *, capacities: Capacities, overflow: Overflow) -> None:
+        self._group, self._spec, self._buffers, self._kinds, self._ops, self._faults, self._clock = part
         self._capacities = capacities
         self._overflow = overflow
-        self._faults = faults
-        self._clock = clock
 
     def send(self, rows: Rows, *, tag: Tag, terms: Terms) -> Pending[Landed]:
         spec, capacity = self._spec, self._capacities.dispatch(terms.bucket, terms.level)

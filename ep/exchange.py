@@ -24,16 +24,18 @@ import torch
 from torch import Tensor
 
 from .blueprint import Blueprint
-from .bounded import BoundedHop, Faults, Overflow
+from .bounded import BoundedHop, Overflow
 from .capacity import CapacityPlan
 from .clock import StepClock
 from .combine import COMBINES, Journey
 from .config import BACK_ENDS, ExchangeConfig
-from .hops import FIRST, INSIDE, ExactHop, Hop, HopBuffers, Landed, PairRows, relay
+from .exact import ExactHop
+from .faults import Faults
+from .hops import FIRST, INSIDE, Hop, HopBuffers, HopPart, Landed, PairRows, relay
 from .layout import LocalPairs, local_pairs
 from .ops import ExchangeOps, exchange_ops
 from .own import OwnHop
-from .parts import BackEnd, HopPart
+from .parts import BackEnd
 from .rows import Codec, Fp8Codec, Rows, wide
 from .subgroup import ExchangeBytes, Meter, Subgroup
 from .sums import Sums
@@ -279,11 +281,11 @@ class Exchange:
                 groups, self._blueprint.specs, buffers, kinds, self._faults, strict=True
             )
         ]
-        exact: list[Hop] = [OwnHop() if part.group.size == 1 else ExactHop(*part[:5]) for part in parts]
+        exact: list[Hop] = [OwnHop() if part.group.size == 1 else ExactHop(part) for part in parts]
         if self._back_end is not None:
             return exact, [self._back_end.hop(part) for part in parts]
         bounded: list[Hop] = [
-            BoundedHop(*part[:5], capacities=places, overflow=self._overflow, faults=part.faults, clock=part.clock)
+            BoundedHop(part, capacities=places, overflow=self._overflow)
             for part, places in zip(parts, self._blueprint.places, strict=False)
         ]
         return exact, bounded

@@ -28,6 +28,7 @@ from .subgroup import ExchangeBytes
 from .terms import Terms
 from .topology import Topology
 from .transport import Kind, Pending, Tag, Transport
+from .wrapping import Wrapping
 
 WARM_UP = 2
 
@@ -69,34 +70,23 @@ class _Call:
     send_splits: Sequence[int]
 
 
-class Timed:
+class Timed(Wrapping):
     """A transport that notes what it is called for and how long that takes."""
 
     def __init__(self, inner: Transport) -> None:
-        self.rank = inner.rank
-        self.size = inner.size
+        super().__init__(inner)
         self.calls: list[_Call] = []
         self.wall_s = 0.0
         self.cpu_s = 0.0
-        self._inner = inner
 
     def all_to_all(
         self, recv: Tensor, send: Tensor, *, recv_splits: Sequence[int], send_splits: Sequence[int], tag: Tag
     ) -> Pending[Tensor]:
         self.calls.append(_Call(recv, send, recv_splits, send_splits))
         pending = self._timed(
-            lambda: self._inner.all_to_all(recv, send, recv_splits=recv_splits, send_splits=send_splits, tag=tag)
+            lambda: self._transport.all_to_all(recv, send, recv_splits=recv_splits, send_splits=send_splits, tag=tag)
         )
         return Pending(lambda: self._timed(pending.wait))
-
-    def all_gather(self, row: Tensor, *, tag: Tag) -> Pending[Tensor]:
-        return self._inner.all_gather(row, tag=tag)
-
-    def abort(self, cause: BaseException) -> None:
-        self._inner.abort(cause)
-
-    def close(self) -> None:
-        self._inner.close()
 
     def clear(self) -> None:
         """Forget what was noted."""

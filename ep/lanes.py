@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .transport import Pending, Tag, Transport
+from .wrapping import Wrapping
 
 X = TypeVar("X")
 
@@ -64,14 +65,12 @@ class CudaLanes:
 LANES: dict[str, Callable[[torch.device], Lanes]] = {"cpu": NoLanes, "cuda": CudaLanes}
 
 
-class LanedTransport:
+class LanedTransport(Wrapping):
     """A transport whose exchanges run on the comm lane; see `Transport`."""
 
     def __init__(self, transport: Transport, lanes: Lanes) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self._lanes = lanes
-        self.rank = transport.rank
-        self.size = transport.size
 
     def all_to_all(
         self, recv: Tensor, send: Tensor, *, recv_splits: Sequence[int], send_splits: Sequence[int], tag: Tag
@@ -83,9 +82,3 @@ class LanedTransport:
 
     def all_gather(self, row: Tensor, *, tag: Tag) -> Pending[Tensor]:
         return self._lanes.start(lambda: self._transport.all_gather(row, tag=tag), row, tag=tag)
-
-    def abort(self, cause: BaseException) -> None:
-        self._transport.abort(cause)
-
-    def close(self) -> None:
-        self._transport.close()

@@ -33,7 +33,7 @@ from torch import Tensor
 from .envelope import HEADER_BYTES, NOWHERE, Header, Sort, fault_of, find_fault, form_of, last_words, pack, unpack
 from .errors import PeerFailed
 from .posts import Fault
-from .transport import Pending, Tag
+from .transport import Pending, Tag, assert_fit
 from .wire import Bytes, Channel, Inbox, Lost, Outbox, Wire
 
 WINDOW = 4
@@ -95,11 +95,7 @@ class MailTransport:
     def all_to_all(
         self, recv: Tensor, send: Tensor, *, recv_splits: Sequence[int], send_splits: Sequence[int], tag: Tag
     ) -> Pending[Tensor]:
-        assert len(send_splits) == len(recv_splits) == self.size, (send_splits, recv_splits, self.size)
-        assert sum(send_splits) == send.shape[0], (send_splits, send.shape)
-        assert sum(recv_splits) == recv.shape[0], (recv_splits, recv.shape)
-        assert send.dtype is recv.dtype, (send.dtype, recv.dtype)
-        assert send.shape[1:] == recv.shape[1:], (send.shape, recv.shape)
+        assert_fit(recv, send, recv_splits=recv_splits, send_splits=send_splits, size=self.size)
         form = form_of("all_to_all", send.dtype, send.shape[1:])
         return self._start(tag, form, recv, _parts(send, send_splits), _parts(recv, recv_splits))
 

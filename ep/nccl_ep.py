@@ -27,10 +27,9 @@ import torch
 from torch import Tensor
 
 from .blueprint import Blueprint
-from .hops import Hop, HopBuffers
+from .hops import Hop, HopBuffers, HopPart
 from .lanes import Lanes
 from .nccl_ep_hop import Library, NcclEpHop, Part, Sizes
-from .parts import HopPart
 from .transport import Kind, Tag, Transport
 
 EXTRAS = "pip install 'serried[cu12]' or 'serried[cu13]', whichever torch is built for"
@@ -137,14 +136,7 @@ class NcclEp:
         first = torch.full((self._sizes.rows, part.spec.row.top_k), -1, dtype=torch.int64, device=self._device)
         handle = NcclEpHandle(self._ep, self._group, first, self._stream)
         self._handles.append(handle)
-        return NcclEpHop(
-            *part[:5],
-            library=handle,
-            lanes=self._lanes,
-            dtype=self._dtype,
-            faults=part.faults,
-            clock=part.clock,
-        )
+        return NcclEpHop(part, library=handle, lanes=self._lanes, dtype=self._dtype)
 
     def close(self) -> None:
         """All ranks together, when nothing is under way."""

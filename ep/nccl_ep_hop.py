@@ -26,13 +26,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .bounded import Faults
-from .clock import TAG_WORDS, StepClock
-from .hops import HopBuffers, HopKinds, HopSpec, Landed, PairRows
+from .clock import TAG_WORDS
+from .hops import HopPart, HopSpec, Landed, PairRows
 from .lanes import Lanes
-from .ops import ExchangeOps
 from .rows import FP8, Rows, up_to
-from .subgroup import Subgroup
 from .sums import Sums
 from .terms import Terms
 from .transport import Pending, Tag
@@ -131,6 +128,11 @@ def nccl_ep_bytes(spec: HopSpec) -> tuple[int, int]:
     return sum(sizes.regions(sizes.rows, IDX_BYTES["out"])), landing + up_to(16, 4 * spec.num_members)
 
 
+def nccl_ep_landing(spec: HopSpec, bucket: int) -> int:  # noqa: ARG001  # the library's places are always all there
+    """Places that experts look at in a round of so many tokens."""
+    return spec.num_members * Sizes(spec=spec).rows
+
+
 def token_dtype(spec: HopSpec, dtype: torch.dtype) -> torch.dtype:
     """What the library is told that tokens are made of: the run's numbers as they are, or bytes in fp8's name."""
     as_they_are = spec.row.value_bytes == spec.back.hidden * dtype.itemsize
@@ -151,28 +153,11 @@ class NcclEpTrail:
 class NcclEpHop:
     """Rows to every member by the library, which counts on the device."""
 
-    def __init__(
-        self,
-        group: Subgroup,
-        spec: HopSpec,
-        buffers: HopBuffers,
-        kinds: HopKinds,
-        ops: ExchangeOps,
-        *,
-        library: Library,
-        lanes: Lanes,
-        dtype: torch.dtype,
-        faults: Faults,
-        clock: StepClock,
-    ) -> None:
-        self._spec = spec
-        self._buffers = buffers
-        self._kinds = kinds
-        self._ops = ops
+    def __init__(self, part: HopPart, *, library: Library, lanes: Lanes, dtype: torch.dtype) -> None:
+        group, self._spec, self._buffers, self._kinds, self._ops, self._faults, self._clock = part
         self._library = library
         self._lanes = lanes
-        self._faults = faults
-        self._clock = clock
+        spec, buffers = part.spec, part.buffers
         sizes, size = Sizes(spec=spec), group.size
         self._rows = sizes.rows
         dtype = token_dtype(spec, dtype)

@@ -1,4 +1,4 @@
-"""The exchange's own work on a device, behind one name: in torch, or in Triton's kernels.
+"""The exchange's own work on a device, behind one name: in torch, in Triton's kernels, or in Numba's.
 
 Chosen once, at start. Both give the same, bit for bit, except where a GPU fuses a product and a sum. Knows no transport
 and no hops.
@@ -6,6 +6,7 @@ and no hops.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Protocol
@@ -106,7 +107,25 @@ class TritonOps:
         self._kernels.add_rows(sums, out_PD, zeros=False)
 
 
-OPS: dict[str, type[ExchangeOps]] = {"reference": ReferenceOps, "onednn": ReferenceOps, "triton": TritonOps}
+class NumbaOps(ReferenceOps):
+    """In torch on a processor; sums of bf16 rows in a kernel."""
+
+    def __init__(self) -> None:
+        self._add_rows = import_kernels(".cpu.sums", __package__).add_rows
+
+    def add(self, sums: Sums, out_ND: Tensor, /) -> None:
+        if sums.rows_MD.dtype is out_ND.dtype is torch.bfloat16:
+            self._add_rows(sums, out_ND)
+        else:
+            add(sums, out_ND)
+
+    def add_to_places(self, sums: Sums, out_PD: Tensor, /) -> None:
+        self.add(sums, out_PD)
+
+
+OPS: dict[str, Callable[[], ExchangeOps]] = {"reference": ReferenceOps, "numba": NumbaOps, "triton": TritonOps}
+PACKAGES = {"triton": ("triton", "'serried[gpu]'"), "numba": ("numba", "numba"), "llvmlite": ("numba", "numba")}
+"""What kernels are compiled by: the name of the ops, and what to install for them."""
 
 
 def exchange_ops(name: str) -> ExchangeOps:
@@ -115,12 +134,14 @@ def exchange_ops(name: str) -> ExchangeOps:
 
 
 def import_kernels(name: str, package: str | None) -> ModuleType:
-    """A module that needs triton, named from `package` if it begins with a dot. ValueError if it is not installed."""
+    """A module that needs triton or numba, named from `package` if it begins with a dot. ValueError without it."""
     try:
         return import_module(name, package)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != "triton":
+        missing = (error.name or "").split(".")[0]
+        if missing not in PACKAGES:
             raise
+        ops, install = PACKAGES[missing]
         raise ValueError(
-            "ops is 'triton'; it needs the package triton: pip install 'serried[gpu]', or choose reference"
+            f"ops is {ops!r}; it needs the package {missing}: pip install {install}, or choose reference"
         ) from error

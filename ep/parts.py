@@ -1,26 +1,10 @@
-"""What a back end builds one hop of an exchange from."""
+"""What may carry rows instead of the transport."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from .bounded import Faults
-from .clock import StepClock
-from .hops import Hop, HopBuffers, HopKinds, HopSpec
-from .ops import ExchangeOps
-from .subgroup import Subgroup
-
-
-class HopPart(NamedTuple):
-    """One hop on one track: who exchanges what, in which memory, and whom it tells of ranks out of step."""
-
-    group: Subgroup
-    spec: HopSpec
-    buffers: HopBuffers
-    kinds: HopKinds
-    ops: ExchangeOps
-    faults: Faults
-    clock: StepClock
+from .hops import Hop, HopBuffers, HopPart
 
 
 class BackEnd(Protocol):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .transport import Pending, Tag, Transport
+from .wrapping import Wrapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ class CoreClock:
         self._waited_ns += max(there_ns - self.now(), 0)
 
 
-class SlowTransport:
+class SlowTransport(Wrapping):
     """A transport behind a slow link; see `Transport`. Each exchange costs one gather of a number more.
 
     num_bytes   that this rank has sent to others
@@ -89,14 +90,12 @@ class SlowTransport:
 
     def __init__(self, transport: Transport, config: LinkConfig, *, clock: Clock | None = None) -> None:
         """clock: None, the machine's."""
+        super().__init__(transport)
         self._clock = clock or WallClock()
-        self._transport = transport
         self._latency_ns = round(config.link_latency_us * 1000)
         self._ns_per_byte = 0.0 if config.link_bytes_per_s is None else 1e9 / config.link_bytes_per_s
         self._free_ns = 0
         self.num_bytes = 0
-        self.rank = transport.rank
-        self.size = transport.size
 
     def all_to_all(
         self, recv: Tensor, send: Tensor, *, recv_splits: Sequence[int], send_splits: Sequence[int], tag: Tag
@@ -109,12 +108,6 @@ class SlowTransport:
     def all_gather(self, row: Tensor, *, tag: Tag) -> Pending[Tensor]:
         rows = self._transport.all_gather(row, tag=tag)
         return self._slowed(rows, (self.size - 1) * row.nbytes, tag, row.device)
-
-    def abort(self, cause: BaseException) -> None:
-        self._transport.abort(cause)
-
-    def close(self) -> None:
-        self._transport.close()
 
     def _slowed(self, rows: Pending[Tensor], num_bytes: int, tag: Tag, device: torch.device) -> Pending[Tensor]:
         self.num_bytes += num_bytes

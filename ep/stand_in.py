@@ -27,6 +27,7 @@ from .rows import HEADER_WORDS, RowFormat
 from .terms import MOST_LEVEL, Terms
 from .threads import ThreadGroup, ThreadTransport
 from .transport import Kind, Pending, Tag
+from .wrapping import Wrapping
 
 NARROW = 128
 """Columns of the rows that are dispatched on the host: as few as a codec allows, for only their fields are kept."""
@@ -173,12 +174,11 @@ def _dispatch(narrow: Blueprint, slots_by_rank: Sequence[Tensor], rank: int, ter
     return heard
 
 
-class _Ears:
+class _Ears(Wrapping):
     """A transport that keeps what its rank gets."""
 
     def __init__(self, transport: ThreadTransport, heard: list[_Heard]) -> None:
-        self.rank, self.size = transport.rank, transport.size
-        self._transport = transport
+        super().__init__(transport)
         self._heard = heard
 
     def all_to_all(
@@ -190,15 +190,6 @@ class _Ears:
 
         rows = self._transport.all_to_all(recv, send, recv_splits=recv_splits, send_splits=send_splits, tag=tag)
         return rows.then(keep)
-
-    def all_gather(self, row: Tensor, *, tag: Tag) -> Pending[Tensor]:
-        return self._transport.all_gather(row, tag=tag)
-
-    def abort(self, cause: BaseException) -> None:
-        self._transport.abort(cause)
-
-    def close(self) -> None:
-        self._transport.close()
 
 
 def _widen(heard: _Heard, blueprint: Blueprint, narrow: Blueprint, dice: torch.Generator) -> Tensor:

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from .blueprint import Blueprint
-from .hops import Hop, HopBuffers
+from .hops import Hop, HopBuffers, HopPart
 from .lanes import Lanes
-from .parts import HopPart
 from .symmetric_hop import Lengths, SymmetricHop
 from .transport import Transport
 
@@ -119,7 +118,7 @@ class Symmetric:
         return HopBuffers(self._memory.empty(out_bytes), self._memory.empty(in_bytes))
 
     def hop(self, part: HopPart) -> Hop:
-        return SymmetricHop(*part[:5], reach=self, lanes=self._lanes, faults=part.faults, clock=part.clock)
+        return SymmetricHop(part, reach=self, lanes=self._lanes)
 
     def lengths(self) -> Lengths:
         """See `symmetric_hop.Reach`."""

@@ -23,15 +23,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .bounded import Faults
-from .clock import TAG_WORDS, StepClock
-from .hops import HopBuffers, HopKinds, HopSpec, Landed, PairRows, rows_of
+from .clock import TAG_WORDS
+from .hops import HopPart, HopSpec, Landed, PairRows, rows_of
 from .lanes import Lanes
 from .layout import own_slots
-from .ops import ExchangeOps
 from .places import DensePlaces, dense_places
 from .rows import HEADER_WORDS, Rows
-from .subgroup import Subgroup
 from .sums import Sums
 from .terms import Terms
 from .transport import Pending, Tag
@@ -56,6 +53,11 @@ def symmetric_bytes(spec: HopSpec) -> tuple[int, int]:
     leave = spec.num_members + spec.most_rows * spec.copies
     land = spec.num_members * (1 + spec.most_rows)
     return max(leave * width, FEWEST_BYTES + width), max(land * width, FEWEST_BYTES + width)
+
+
+def symmetric_landing(spec: HopSpec, bucket: int) -> int:
+    """Places that experts look at in a round of so many tokens."""
+    return spec.num_members * (1 + bucket)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,28 +97,10 @@ class SymmetricTrail:
 class SymmetricHop:
     """Rows to every member, fetched by who gets them."""
 
-    def __init__(
-        self,
-        group: Subgroup,
-        spec: HopSpec,
-        buffers: HopBuffers,
-        kinds: HopKinds,
-        ops: ExchangeOps,
-        *,
-        reach: Reach,
-        lanes: Lanes,
-        faults: Faults,
-        clock: StepClock,
-    ) -> None:
-        self._group = group
-        self._spec = spec
-        self._buffers = buffers
-        self._kinds = kinds
-        self._ops = ops
+    def __init__(self, part: HopPart, *, reach: Reach, lanes: Lanes) -> None:
+        self._group, self._spec, self._buffers, self._kinds, self._ops, self._faults, self._clock = part
         self._reach = reach
         self._lanes = lanes
-        self._faults = faults
-        self._clock = clock
         self._there, self._back = reach.lengths(), reach.lengths()
 
     def send(self, rows: Rows, *, tag: Tag, terms: Terms) -> Pending[Landed]:
@@ -136,7 +120,7 @@ class SymmetricHop:
         self._there.leaving_R.copy_(places.lengths_R)
 
         def land(_: None) -> Landed:
-            num_landing = spec.num_members * (1 + terms.bucket)
+            num_landing = symmetric_landing(spec, terms.bucket)
             landed_QB = rows_of(self._buffers.into, num_landing, width)
             lengths_R, begin_R = self._there.landed_2R.clone().unbind(0)
             all_QB = _whole(self._buffers.into, width)  # a rank out of step may have said any length, more than fits

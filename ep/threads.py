@@ -29,7 +29,7 @@ from torch import Tensor
 from .baton import Baton, State
 from .errors import PeerFailed, TransportError
 from .posts import Collective, Fault, Post
-from .transport import Pending, Tag
+from .transport import Pending, Tag, assert_fit
 
 X = TypeVar("X")
 
@@ -49,11 +49,7 @@ class ThreadTransport:
     def all_to_all(
         self, recv: Tensor, send: Tensor, *, recv_splits: Sequence[int], send_splits: Sequence[int], tag: Tag
     ) -> Pending[Tensor]:
-        assert len(send_splits) == len(recv_splits) == self.size, (send_splits, recv_splits, self.size)
-        assert sum(send_splits) == send.shape[0], (send_splits, send.shape)
-        assert sum(recv_splits) == recv.shape[0], (recv_splits, recv.shape)
-        assert send.dtype is recv.dtype, (send.dtype, recv.dtype)
-        assert send.shape[1:] == recv.shape[1:], (send.shape, recv.shape)
+        assert_fit(recv, send, recv_splits=recv_splits, send_splits=send_splits, size=self.size)
         assert send.is_contiguous(), send.stride()
         assert recv.is_contiguous(), recv.stride()
         return self._start(Post(tag, send, recv, tuple(send_splits), tuple(recv_splits)))

@@ -36,7 +36,7 @@ from .errors import TagMismatch, TransportError
 from .mail import MailTransport
 from .symmetric import name_group
 from .tags import check_tags
-from .transport import Pending, Tag, Transport
+from .transport import Pending, Tag, Transport, assert_fit
 from .wire import Bytes, Channel, Lost
 
 EMPTY_CHANNEL = len(Channel)
@@ -193,11 +193,7 @@ class TorchDistTransport:
     def all_to_all(
         self, recv: Tensor, send: Tensor, *, recv_splits: Sequence[int], send_splits: Sequence[int], tag: Tag
     ) -> Pending[Tensor]:
-        assert len(send_splits) == len(recv_splits) == self.size, (send_splits, recv_splits, self.size)
-        assert sum(send_splits) == send.shape[0], (send_splits, send.shape)
-        assert sum(recv_splits) == recv.shape[0], (recv_splits, recv.shape)
-        assert send.dtype is recv.dtype, (send.dtype, recv.dtype)
-        assert send.shape[1:] == recv.shape[1:], (send.shape, recv.shape)
+        assert_fit(recv, send, recv_splits=recv_splits, send_splits=send_splits, size=self.size)
         into, out_of = _rows(recv), _rows(send)
         splits = list(recv_splits), list(send_splits)
         finish = self._start(tag, lambda: self._group.alltoall_base(into, out_of, *splits))

@@ -107,3 +107,14 @@ class Transport(Protocol):
     def close(self) -> None:
         """This rank makes no more calls. Others that need one fail at once. Closing twice is the same as once."""
         ...
+
+
+def assert_fit(
+    recv: Tensor, send: Tensor, *, recv_splits: Sequence[int], send_splits: Sequence[int], size: int
+) -> None:
+    """What `Transport.all_to_all` asks of its caller, in a group of so many; memory that is contiguous is not in it."""
+    assert len(send_splits) == len(recv_splits) == size, (send_splits, recv_splits, size)
+    assert sum(send_splits) == send.shape[0], (send_splits, send.shape)
+    assert sum(recv_splits) == recv.shape[0], (recv_splits, recv.shape)
+    assert send.dtype is recv.dtype, (send.dtype, recv.dtype)
+    assert send.shape[1:] == recv.shape[1:], (send.shape, recv.shape)

@@ -145,22 +145,6 @@ class ExpertLoad:
         num_tokens = sum(weight * tokens for weight, tokens in zip(weights, self._tokens, strict=True))
         return LoadWindow(counts_YE=counts_YE, num_tokens=num_tokens, num_steps=self.num_steps)
 
-    def take_window(self) -> LoadWindow:
-        """The window so far; counting starts anew at zero."""
-        window = self.window()
-        self.reset()
-        return window
-
-    def reset(self) -> None:
-        """Counting starts anew at zero."""
-        self._ring_WYE.zero_()
-        self._newest = 0
-        self._part_YE = self._ring_WYE[0]
-        self._tokens.clear()
-        self._steps.clear()
-        self._tokens.append(0)
-        self._steps.append(0)
-
 
 def rank_loads(counts_E: Sequence[float], slot_experts: Sequence[int], num_ranks: int) -> list[float]:
     """Pairs that land on each rank when an expert's copies share its count evenly; -1 is an empty slot.

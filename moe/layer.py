@@ -108,6 +108,7 @@ class MoeLayer:
             computed = ops.experts(arrivals, weights.bank, rows_per_slot=rows_per_slot)
             num_pairs += computed.num_pairs
             back = self._exchange.combine(computed.rows, arrivals, tag=tag._replace(kind=Kind.COMBINE))
+            del computed, arrivals  # the largest there is: nobody holds it while others run, nor into the next round
             parts.append((yield back))
         out_TD = parts[0] if len(parts) == 1 else torch.cat(parts)
         if shared_TD is not None:

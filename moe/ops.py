@@ -1,4 +1,4 @@
-"""What a MoE layer computes on a device, behind one name: in torch, or in Triton's kernels.
+"""What a MoE layer computes on a device, behind one name: in torch, in Triton's kernels, or in Numba's.
 
 Chosen once, at start. A float64 run has the reference only. Knows no order of things: that is the layer's.
 
@@ -20,7 +20,6 @@ from ep.ops import import_kernels
 
 from .config import MoeConfig
 from .experts import ExpertBank, Mlp
-from .packed import PackedOnce
 from .pairs import PairGroups
 from .placement import PlacementTable, choose_slots
 from .quant import FP8, num_blocks
@@ -101,21 +100,6 @@ class ReferenceOps:
 
     def experts(self, arrivals: Arrivals, bank: ExpertBank, *, rows_per_slot: float) -> Computed:  # noqa: ARG002
         y_MD = bank.apply(arrivals.x_ND, arrivals.rows_M, arrivals.slots_M)
-        return Computed(arrivals.in_pair_order(y_MD), y_MD.shape[0])
-
-
-class OneDnnOps(ReferenceOps):
-    """In torch on a CPU, in bf16, with weights in the layout that oneDNN's matmuls read."""
-
-    def __init__(self, *, comm_sms: int = 0) -> None:
-        super().__init__(comm_sms=comm_sms)
-        self._packed = PackedOnce()
-
-    def mlp(self, x_TD: Tensor, mlp: Mlp) -> Tensor:
-        return self._packed.mlp(mlp)(x_TD)
-
-    def experts(self, arrivals: Arrivals, bank: ExpertBank, *, rows_per_slot: float) -> Computed:  # noqa: ARG002
-        y_MD = self._packed.bank(bank).apply(arrivals.x_ND, arrivals.rows_M, arrivals.slots_M)
         return Computed(arrivals.in_pair_order(y_MD), y_MD.shape[0])
 
 
@@ -209,7 +193,11 @@ class TritonOps:
         return torch.cuda.get_device_properties(device).multi_processor_count - self._comm_sms
 
 
-OPS: dict[str, Callable[..., MoeOps]] = {"reference": ReferenceOps, "onednn": OneDnnOps, "triton": TritonOps}
+def _numba_ops(*, comm_sms: int) -> MoeOps:
+    return import_kernels(".numba_ops", __package__).NumbaOps(comm_sms=comm_sms)
+
+
+OPS: dict[str, Callable[..., MoeOps]] = {"reference": ReferenceOps, "numba": _numba_ops, "triton": TritonOps}
 
 
 def moe_ops(name: str, *, comm_sms: int = 0) -> MoeOps:

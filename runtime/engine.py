@@ -292,30 +292,12 @@ class Engine:
 
     def _event(self, rank: int, news: News) -> TokenEvent:
         """Book what a rank said and turn it into what the caller sees."""
-        output = self._open[news.request_id]
-        output.token_ids.extend(news.token_ids)
-        if output.logprobs is not None:
-            output.logprobs.extend(news.logprobs or ())
-        if news.prompt_logprobs is not None:
-            output.prompt_logprobs = news.prompt_logprobs
+        event = self._open[news.request_id].hear(news, rank)
         if news.finish_reason is not None:
-            output.finish_reason = news.finish_reason
-            output.num_cached_tokens = news.num_cached
-            output.num_preemptions = news.num_preemptions
-            output.kv_transfer_params = None if news.kv_lent is None else news.kv_lent.as_json()
-            output.error = news.error
             self._choices.pop(news.request_id, None)
             del self._open[news.request_id]
         self._desk.hear(news)
-        return TokenEvent(
-            request_id=news.request_id,
-            rank=rank,
-            seed=output.seed,
-            token_ids=news.token_ids,
-            logprobs=None if output.logprobs is None else news.logprobs or (),
-            finish_reason=news.finish_reason,
-            prompt_logprobs=news.prompt_logprobs,
-        )
+        return event
 
     def _fail(self, cause: BaseException) -> None:
         self._failure = cause

@@ -221,7 +221,7 @@ def test_the_top_level_holds_the_rooms_and_no_drawer_for_the_rest():
         ("moe", "import runtime", "moe may import ['ep']"),
         ("moe", "from dbo.tracks import drive", "moe may import ['ep']"),
         ("ep", "def f():\n    import moe", "ep may import no room"),
-        ("attention_mla", "from ep import Tag", "attention_mla may import no room"),
+        ("attention_mla", "from moe import Mlp", "attention_mla may import ['ep']"),
         ("runtime", "def f():\n    from ep import Tag", "hidden in a function"),
         ("runtime", "import importlib\nimportlib.import_module('launch.cli')", "runtime may import"),
         ("moe", "from moe.config import MoeConfig", "relative"),

@@ -15,7 +15,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from .tile import LANES, MULTIPLIES_PAIRS, VECTORS, times_of
+from .panels import LANES
+from .tile import MULTIPLIES_PAIRS, times_of
 
 __all__ = ["SUMS", "WIDTH", "carry_on", "dots", "largest", "pair_up"]
 
@@ -155,7 +156,7 @@ def _carry_on(_typing, _sums, _share, _more):
         sums, more = (builder.inttoptr(address, _FLOATS.as_pointer()) for address in (args[0], args[2]))
         one = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), args[1], ir.Constant(_I32, 0))
         share = builder.shuffle_vector(one, one, ir.Constant(_INTS, [0] * LANES))
-        for vector in range(VECTORS):
+        for vector in range(WIDTH // LANES):
             place = [ir.Constant(_I64, vector)]
             before, added = (builder.load(builder.gep(each, place), align=4) for each in (sums, more))
             builder.store(builder.fadd(builder.fmul(before, share), added), builder.gep(sums, place), align=4)

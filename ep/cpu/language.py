@@ -13,8 +13,25 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-__all__ = ["bits_double", "claim", "exp", "fetch", "floats", "halves", "longs", "narrow", "narrowed", "silu", "widen"]
+__all__ = [
+    "add",
+    "bits_double",
+    "claim",
+    "exp",
+    "fetch",
+    "floats",
+    "halves",
+    "load",
+    "longs",
+    "narrow",
+    "narrow_lanes",
+    "narrowed",
+    "silu",
+    "store",
+    "widen",
+]
 
+_WORD = ir.IntType(64)
 INLINE: dict[str, Any] = {"inline": "always", "error_model": "numpy"}
 
 _LOG2_E = np.float32(1.4426950408889634)
@@ -64,15 +81,45 @@ bits_double = _bits_as(types.int64, types.float64)
 
 @intrinsic
 def _claim(_typing, _counter):
-
     def generate(_context, builder, _signature, args):
-        return builder.atomic_rmw("add", args[0], ir.Constant(ir.IntType(64), 1), "monotonic")
+        return builder.atomic_rmw("add", args[0], ir.Constant(_WORD, 1), "monotonic")
 
     return types.int64(types.CPointer(types.int64)), generate
 
 
+@intrinsic
+def _add(_typing, _address, _value):
+    def generate(_context, builder, _signature, args):
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], _WORD.as_pointer()), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _load(_typing, _address):
+    def generate(_context, builder, _signature, args):
+        return builder.load_atomic(builder.inttoptr(args[0], _WORD.as_pointer()), "seq_cst", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _store(_typing, _address, _value):
+    def generate(context, builder, _signature, args):
+        builder.store_atomic(args[1], builder.inttoptr(args[0], _WORD.as_pointer()), "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
 claim: Any = _claim
-"""The int64 that a pointer points to, which is one more afterwards, whoever else does the same."""
+"""claim(args): the piece of work that is this thread's now; one that is not there when all are taken."""
+add: Any = _add
+"""add(address, value): the int64 there before, for all threads alike."""
+load: Any = _load
+"""load(address): the int64 that other threads may write."""
+store: Any = _store
+"""store(address, value): an int64 that other threads may read."""
 
 
 @intrinsic
@@ -105,6 +152,31 @@ def narrow(value):
     bits = _float_bits(value)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.uint16(np.uint32(0x7FC0) if value != value else rounded)
+
+
+@intrinsic
+def _narrow_lanes(_typing, _source, _target):
+    """`narrow`, lane by lane, in LLVM's words."""
+    lanes = 16
+    floats_, words, shorts = (ir.VectorType(kind, lanes) for kind in (ir.FloatType(), ir.IntType(32), ir.IntType(16)))
+
+    def all_lanes(value):
+        return ir.Constant(words, [value] * lanes)
+
+    def generate(context, builder, _signature, args):
+        values = builder.load(builder.inttoptr(args[0], floats_.as_pointer()), align=4)
+        bits = builder.bitcast(values, words)
+        odd = builder.and_(builder.lshr(bits, all_lanes(16)), all_lanes(1))
+        rounded = builder.lshr(builder.add(bits, builder.add(odd, all_lanes(0x7FFF))), all_lanes(16))
+        kept = builder.select(builder.fcmp_unordered("uno", values, values), all_lanes(0x7FC0), rounded)
+        builder.store(builder.trunc(kept, shorts), builder.inttoptr(args[1], shorts.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+narrow_lanes: Any = _narrow_lanes
+"""narrow_lanes(source, target): 16 float32 at an address, rounded to bfloat16 at another."""
 
 
 @njit(**INLINE)

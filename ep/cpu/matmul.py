@@ -1,61 +1,37 @@
 """Matmuls in bf16 on a processor: groups of rows, each with a weight of its own, in one call.
 
 A linear layer is one group; a layer's experts are a group for each slot that got rows; heads are groups of all rows.
-Weights are packed once (see `tile`), which is a copy. A row's result does not depend on the other rows of a call.
+Weights are packed (see `panels`). A row's result does not depend on the other rows of a call.
 
-Legend: T rows, K inputs, N outputs, F outputs of a gated pair, G groups, P panels.
+Legend: T rows, K inputs, N outputs, F outputs of a gated pair, G groups, M places.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
+from numba import njit
 from torch import Tensor
 from torch.nn import functional
 
 from .calls import kernel
-from .language import claim, halves, longs, narrow, narrowed, silu
-from .tile import COLUMNS, LANES, ROWS, tile
+from .language import INLINE, claim, floats, halves, longs, narrow, narrow_lanes, narrowed, silu
+from .panels import COLUMNS, LANES, Packed
+from .tile import ROWS, tile
 
-__all__ = ["Packed", "multiply", "pack", "pack_gated"]
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A weight in panels."""
-
-    panels_PKN: Tensor
-    """[P, K / 2, COLUMNS, 2]"""
-    num_outputs: int
-    """N; past them panels hold zeros. Of a gated pair, F."""
-    gated: bool = False
-
-
-def pack(weight_NK: Tensor) -> Packed:
-    """Of a linear layer. Asserts bfloat16."""
-    return Packed(_panels(weight_NK), weight_NK.shape[0])
-
-
-def pack_gated(gate_up_2FK: Tensor) -> Packed:
-    """Of gate and up [2F, K], gate first. Half of a panel is gate, the other half up of the same F."""
-    halves_2FK = gate_up_2FK.unflatten(0, (2, -1))
-    num_outputs = halves_2FK.shape[1]
-    padded_2FK = functional.pad(halves_2FK, (0, 0, 0, -num_outputs % LANES))
-    mixed_FK = padded_2FK.unflatten(1, (-1, LANES)).transpose(0, 1).flatten(0, 2)
-    return Packed(_panels(mixed_FK), num_outputs, gated=True)
-
-
-def _panels(weight_NK: Tensor) -> Tensor:
-    assert weight_NK.dtype is torch.bfloat16, f"{weight_NK.dtype} where bfloat16 is packed"
-    padded_NK = functional.pad(weight_NK, (0, weight_NK.shape[1] % 2, 0, -weight_NK.shape[0] % COLUMNS))
-    return padded_NK.unflatten(0, (-1, COLUMNS)).unflatten(2, (-1, 2)).transpose(1, 2).contiguous()
+__all__ = ["linear", "logits", "multiply"]
 
 
 def linear(x_TK: Tensor, packed: Packed) -> Tensor:
     """[T, N] in bf16; T may be 0. Of a gated pair [T, F]: silu(gate(x)) * up(x)."""
     out_TN = x_TK.new_empty(x_TK.shape[0], packed.num_outputs)
+    multiply(x_TK.unsqueeze(0), packed, out_TN.unsqueeze(0))
+    return out_TN
+
+
+def logits(x_TK: Tensor, packed: Packed) -> Tensor:
+    """[T, N] in float32: the sums as they are."""
+    out_TN = torch.empty(x_TK.shape[0], packed.num_outputs)
     multiply(x_TK.unsqueeze(0), packed, out_TN.unsqueeze(0))
     return out_TN
 
@@ -70,26 +46,27 @@ def multiply(
 ) -> None:
     """Fill out: every group's rows times its weight; what has no row in any group stays as it is.
 
-    Packed weights of several groups lie one after the other, P panels each. Without `starts_G` every group multiplies
-    all its rows. With it x and out are of one group, [1, .., ..], and group g fills rows starts[g] to starts[g + 1] of
-    out from as many rows of x, or from those that `rows_M` names (both int64). The last side of x and out is dense.
+    Without `starts_G` every group multiplies all its rows. With it x and out are of one group, [1, .., ..], and group g
+    fills rows starts[g] to starts[g + 1] of out from as many rows of x, or from those that `rows_M` names (both int64).
+    The last side of x and out is dense. Out is bf16, or float32 where nothing is gated.
     """
     if x_GTK.shape[2] % 2:
         x_GTK = functional.pad(x_GTK, (0, 1))
-    num_groups = x_GTK.shape[0] if starts_G is None else starts_G.shape[0] - 1
-    num_panels, num_pairs = packed.panels_PKN.shape[0] // num_groups, packed.panels_PKN.shape[1]
+    by_group, size = starts_G is None, out_GTN.dtype.itemsize
+    num_groups, num_pairs = packed.num_groups, packed.panels_PKN.shape[1]
+    num_panels = packed.panels_PKN.shape[0] // num_groups
+    assert num_groups == (x_GTK.shape[0] if starts_G is None else starts_G.shape[0] - 1), (num_groups, x_GTK.shape)
     assert x_GTK.shape[2] == 2 * num_pairs, f"rows of {x_GTK.shape[2]} for weights of {2 * num_pairs} inputs"
     assert x_GTK.stride(2) == 1 == out_GTN.stride(2), (x_GTK.stride(), out_GTN.stride())
     if not x_GTK.shape[1]:
         return
-    chunk = max(1, num_groups * num_panels // _PIECES)
-    chunks = -(-num_panels // min(chunk, num_panels))
-    chunk = -(-num_panels // chunks)
+    chunk = min(max(1, num_groups * num_panels // _PIECES), num_panels)
+    chunks = -(-num_panels // chunk)
     _multiply_kernel(
         num_groups * chunks,
         x_GTK.data_ptr(),
         2 * x_GTK.stride(1),
-        2 * x_GTK.stride(0),
+        2 * x_GTK.stride(0) * by_group,
         0 if rows_M is None else rows_M.data_ptr(),
         packed.panels_PKN.data_ptr(),
         num_panels,
@@ -97,10 +74,10 @@ def multiply(
         0 if starts_G is None else starts_G.data_ptr(),
         x_GTK.shape[1],
         out_GTN.data_ptr(),
-        2 * out_GTN.stride(1),
-        2 * out_GTN.stride(0),
+        size * out_GTN.stride(1),
+        size * out_GTN.stride(0) * by_group,
         packed.num_outputs,
-        packed.gated,
+        _GATED if packed.gated else _WIDE if size == 4 else _PLAIN,
         chunk,
         chunks,
     )
@@ -110,11 +87,46 @@ _PIECES = 16
 """About so many pieces of work a call, where there are no more groups: some for each of a few threads."""
 
 
-@kernel
+@njit(**INLINE)
+def _put(sums, out, first, num_outputs):
+    """A panel's sums of one row, in bf16."""
+    if first + COLUMNS <= num_outputs:
+        for vector in range(COLUMNS // LANES):
+            narrow_lanes(sums + vector * LANES * 4, out + (first + vector * LANES) * 2)
+    else:
+        for n in range(num_outputs - first):
+            halves(out)[first + n] = narrow(floats(sums)[n])
+
+
+@njit(**INLINE)
+def _put_wide(sums, out, first, num_outputs):
+    """The same, as they are."""
+    for n in range(min(COLUMNS, num_outputs - first)):
+        floats(out)[first + n] = floats(sums)[n]
+
+
+@njit(**INLINE)
+def _put_gated(sums, out, first, num_outputs):
+    """The same, the second half times what is left of the first."""
+    gates, ups = floats(sums), floats(sums + LANES * 4)
+    for n in range(LANES):
+        gates[n] = silu(narrowed(gates[n])) * narrowed(ups[n])
+    if first + LANES <= num_outputs:
+        narrow_lanes(sums, out + first * 2)
+    else:
+        for n in range(num_outputs - first):
+            halves(out)[first + n] = narrow(gates[n])
+
+
+_PLAIN, _GATED, _WIDE = range(3)
+"""What becomes of sums: bf16, bf16 of a gated pair, float32."""
+
+
+@kernel()
 def _multiply_kernel(args):
     x, x_row, x_group, rows_M = args[2], args[3], args[4], args[5]
     weights, num_panels, num_pairs, starts_G, num_rows = args[6], args[7], args[8], args[9], args[10]
-    out, out_row, out_group, num_outputs, gated = args[11], args[12], args[13], args[14], args[15]
+    out, out_row, out_group, num_outputs, form = args[11], args[12], args[13], args[14], args[15]
     chunk, chunks = args[16], args[17]
     panel_bytes = num_pairs * COLUMNS * 4
     addresses, sums = np.empty(ROWS, np.int64), np.empty(ROWS * COLUMNS, np.float32)
@@ -128,22 +140,19 @@ def _multiply_kernel(args):
             begin, end = longs(starts_G)[group], longs(starts_G)[group + 1]
         for panel in range(first, min(first + chunk, num_panels)):
             weight = weights + (group * num_panels + panel) * panel_bytes
-            for row in range(begin, end, ROWS):
-                some = min(ROWS, end - row)
+            row, tiles = begin, (end - begin + ROWS - 1) // ROWS
+            while tiles > 0:  # of about the same size
+                some = (end - row + tiles - 1) // tiles
                 for m in range(some):
                     source = longs(rows_M)[row + m] if rows_M else row + m
                     addresses[m] = x + group * x_group + source * x_row
                 tile(some, addresses.ctypes.data, weight, num_pairs, sums.ctypes.data)
-                if gated:
-                    begin_n = panel * LANES
-                    for m in range(some):
-                        to = halves(out + (row + m) * out_row)
-                        for n in range(min(LANES, num_outputs - begin_n)):
-                            gate, up = sums[m * COLUMNS + n], sums[m * COLUMNS + LANES + n]
-                            to[begin_n + n] = narrow(silu(narrowed(gate)) * narrowed(up))
-                else:
-                    begin_n = panel * COLUMNS
-                    for m in range(some):
-                        to = halves(out + group * out_group + (row + m) * out_row)
-                        for n in range(min(COLUMNS, num_outputs - begin_n)):
-                            to[begin_n + n] = narrow(sums[m * COLUMNS + n])
+                for m in range(some):
+                    source, to = sums.ctypes.data + m * COLUMNS * 4, out + group * out_group + (row + m) * out_row
+                    if form == _GATED:
+                        _put_gated(source, to, panel * LANES, num_outputs)
+                    elif form == _WIDE:
+                        _put_wide(source, to, panel * COLUMNS, num_outputs)
+                    else:
+                        _put(source, to, panel * COLUMNS, num_outputs)
+                row, tiles = row + some, tiles - 1

@@ -1,9 +1,5 @@
 """The innermost part of every matmul in bf16: a few rows times a panel of a packed weight, summed in float32.
 
-A panel is COLUMNS outputs wide. Its weights lie in the order in which they are read, inputs in pairs, output by output:
-
-    panel[k] = w[0, 2k] w[0, 2k+1]  w[1, 2k] w[1, 2k+1]  ..  w[31, 2k] w[31, 2k+1]       128 bytes
-
 A row's sums are taken in the same order whichever rows it is multiplied with. Processors that multiply pairs of
 bfloat16 (AVX512_BF16) do so; others widen both halves of a pair and multiply twice.
 """
@@ -16,16 +12,15 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-__all__ = ["COLUMNS", "LANES", "MULTIPLIES_PAIRS", "ROWS", "tile", "times_of"]
+from .panels import COLUMNS, LANES
 
-LANES = 16
-VECTORS = 2
-COLUMNS = LANES * VECTORS
-"""Outputs of a panel."""
+__all__ = ["MULTIPLIES_PAIRS", "ROWS", "tile", "tile_of", "times_of"]
+
+VECTORS = COLUMNS // LANES
 MULTIPLIES_PAIRS = bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))
 """Whether this processor multiplies pairs of bfloat16."""
-ROWS = 8 if MULTIPLIES_PAIRS else 4
-"""Rows of a tile at most: as many as leave all sums in registers."""
+ROWS = 12 if MULTIPLIES_PAIRS else 4
+"""Rows of a tile: as many as leave all sums in registers."""
 
 _I32, _I64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_I32, LANES)
@@ -122,15 +117,12 @@ def _tile_of(num_rows: int, *, multiplies_pairs: bool) -> Any:
 
 def tile_of(*, multiplies_pairs: bool) -> Any:
     """`tile` for either kind of processor."""
-    one, two, three, four, five, six, seven, eight = (
-        _tile_of(num_rows, multiplies_pairs=multiplies_pairs) for num_rows in range(1, 9)
-    )
+    by_rows = [_tile_of(num_rows, multiplies_pairs=multiplies_pairs) for num_rows in range(1, 13)]
+    one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve = by_rows
 
     @njit(error_model="numpy")
     def any_rows(num_rows, addresses, weight, num_pairs, sums):
-        if num_rows == 8:
-            eight(addresses, weight, num_pairs, sums)
-        elif num_rows == 1:
+        if num_rows == 1:
             one(addresses, weight, num_pairs, sums)
         elif num_rows == 2:
             two(addresses, weight, num_pairs, sums)
@@ -142,12 +134,22 @@ def tile_of(*, multiplies_pairs: bool) -> Any:
             five(addresses, weight, num_pairs, sums)
         elif num_rows == 6:
             six(addresses, weight, num_pairs, sums)
-        else:
+        elif num_rows == 7:
             seven(addresses, weight, num_pairs, sums)
+        elif num_rows == 8:
+            eight(addresses, weight, num_pairs, sums)
+        elif num_rows == 9:
+            nine(addresses, weight, num_pairs, sums)
+        elif num_rows == 10:
+            ten(addresses, weight, num_pairs, sums)
+        elif num_rows == 11:
+            eleven(addresses, weight, num_pairs, sums)
+        else:
+            twelve(addresses, weight, num_pairs, sums)
 
     return any_rows
 
 
 tile = tile_of(multiplies_pairs=MULTIPLIES_PAIRS)
-"""tile(num_rows, addresses, weight, num_pairs, sums): sums [num_rows, COLUMNS] float32 of 1 to ROWS rows, whose
-addresses lie at `addresses` (int64), each of num_pairs x 2 bfloat16; weight: the address of a panel."""
+"""tile(num_rows, addresses, weight, num_pairs, sums): sums [num_rows, COLUMNS] float32 of 1 to 12 rows, whose addresses
+lie at `addresses` (int64), each of num_pairs x 2 bfloat16; weight: the address of a panel."""

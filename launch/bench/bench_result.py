@@ -25,7 +25,7 @@ from runtime.costs.device_costs import read_device_costs
 from runtime.costs.roofline import CostShape
 from runtime.requests.measures import RankMeasures
 from runtime.settings.cost_group import group_of
-from runtime.settings.settling import full_step, run_dtype, settle_exchange
+from runtime.settings.decisions import full_step, run_dtype, settle_exchange
 from runtime.weights.hardware import read_hardware
 
 from .bench_run import Bench, Measured, environment, hardware_path

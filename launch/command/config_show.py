@@ -22,8 +22,9 @@ from rich.console import Console
 
 from runtime.model.model_config import ModelConfig, read_model_config
 from runtime.settings.config import EngineConfig
+from runtime.settings.decisions import longest_request, run_dtype, settle_exchange
 from runtime.settings.kernel_choice import choose_ops
-from runtime.settings.settling import longest_request, memory_numbers, run_dtype, settle_exchange
+from runtime.settings.memory_numbers import memory_numbers
 from runtime.weights.hardware import read_hardware
 from runtime.weights.memory import MemoryPlan, plan_memory
 

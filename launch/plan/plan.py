@@ -23,7 +23,7 @@ from ..command.models import find_hardware, find_model
 from ..groups.refusal import refusals
 from .plan_deploy import write_deployment
 from .plan_goals import Wish, find_answer, published_efficiency, tell_answer
-from .plan_memory import DEFAULT_CONTEXT, lines, make_report, record
+from .plan_memory import DEFAULT_CONTEXT, lines, make_report, record, tell_warnings
 from .plan_picture import write_picture
 
 ABOUT = """\
@@ -123,10 +123,7 @@ def run(flags: PlanFlags) -> int:
     else:
         for line in lines(report):
             out.print(line, markup=False)
-    for warning in report.warnings:
-        notes.print(f"warning: {warning}", markup=False)
-    for misfit in report.misfits:
-        notes.print(f"serried: {misfit}", markup=False)
+    tell_warnings(report, notes)
     return FAILED if report.misfits else DONE
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from runtime.settings.cost_group import expected_imbalance
-from runtime.settings.settling import run_dtype
+from runtime.settings.decisions import run_dtype
 from runtime.weights.memory import expert_bytes, gib
 
 from .plan_situation import Situation

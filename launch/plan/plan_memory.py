@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.console import Console
+
 from runtime.costs.device_costs import read_device_costs
 from runtime.model.model_config import ModelConfig, read_model_config
 from runtime.model.model_shapes import ParameterCounts, parameter_counts
 from runtime.settings.config import EngineConfig
-from runtime.settings.settling import memory_numbers
+from runtime.settings.memory_numbers import memory_numbers
 from runtime.weights.hardware import Hardware
 from runtime.weights.memory import MemoryPlan, plan_lines, plan_memory
 
@@ -148,3 +150,11 @@ def _mtp(model: ModelConfig, counts: ParameterCounts) -> str:
 
 def _billions(count: int) -> str:
     return f"{count / 1e9:.3f} billion"
+
+
+def tell_warnings(report: Report, notes: Console) -> None:
+    """A line for each thing that makes no sense together, and for each that does not fit."""
+    for warning in report.warnings:
+        notes.print(f"warning: {warning}", markup=False)
+    for misfit in report.misfits:
+        notes.print(f"serried: {misfit}", markup=False)

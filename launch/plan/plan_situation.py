@@ -15,7 +15,7 @@ from runtime.model.model_config import ModelConfig
 from runtime.scheduling.overlap import comm_share
 from runtime.settings.config import EngineConfig
 from runtime.settings.cost_group import expected_imbalance, group_of
-from runtime.settings.settling import settle_exchange
+from runtime.settings.decisions import settle_exchange
 from runtime.weights.memory import MemoryPlan
 
 

@@ -25,7 +25,7 @@ from ..command.models import PROFILES
 from ..command.parsing import parse_flags
 from ..command.vllm_flags import ALIASES, MODELS, NOT_SAME_MODEL, RULES, Rule, Settings, whole
 from ..groups.refusal import refusals
-from .plan_memory import lines, make_report
+from .plan_memory import lines, make_report, tell_warnings
 
 ABOUT = """\
 Translate a command line of vLLM, flag by flag, and say what has no counterpart.
@@ -133,10 +133,7 @@ def run(flags: VllmFlags) -> int:
         return DONE
     for line in lines(report):
         out.print(line, markup=False)
-    for warning in report.warnings:
-        notes.print(f"warning: {warning}", markup=False)
-    for misfit in report.misfits:
-        notes.print(f"serried: {misfit}", markup=False)
+    tell_warnings(report, notes)
     return FAILED if report.misfits else DONE
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dbo import DboConfig
-from runtime.settings.settling import run_dtype
+from runtime.settings.decisions import run_dtype
 from runtime.weights.memory import gib
 
 from .plan_experts import (

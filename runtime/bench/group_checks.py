@@ -153,14 +153,21 @@ def _fastest_words(bench: Bench) -> str:
 
 
 def _wide_exchange(bench: Bench, config: ExchangeConfig, size: int) -> Exchange:
+    return _exchange(bench, config, num_slots=FAST_SLOTS * size, hidden=FAST_HIDDEN, top_k=FAST_TOP_K, node_size=size)
+
+
+def _exchange(
+    bench: Bench, config: ExchangeConfig, *, num_slots: int, hidden: int, top_k: int, node_size: int
+) -> Exchange:
     return Exchange(
         bench.transport,
-        num_slots=FAST_SLOTS * size,
-        hidden=FAST_HIDDEN,
-        top_k=FAST_TOP_K,
+        num_slots=num_slots,
+        hidden=hidden,
+        top_k=top_k,
         dtype=torch.bfloat16,
         device=bench.device,
         config=config,
+        topology=Topology(num_ranks=bench.transport.size, node_size=node_size),
         ops=exchange_ops(bench.ops),
         back_end=_open_back_end(bench),
     )
@@ -183,19 +190,8 @@ def _transport_words(bench: Bench) -> str:
 
 def build_exchange(bench: Bench, config: ExchangeConfig, node_size: int) -> Exchange:
     """The exchange of the checks."""
-    size = bench.transport.size
-    return Exchange(
-        bench.transport,
-        num_slots=SLOTS * size,
-        hidden=HIDDEN,
-        top_k=TOP_K,
-        dtype=torch.bfloat16,
-        device=bench.device,
-        config=config,
-        topology=Topology(num_ranks=size, node_size=node_size),
-        ops=exchange_ops(bench.ops),
-        back_end=_open_back_end(bench),
-    )
+    num_slots = SLOTS * bench.transport.size
+    return _exchange(bench, config, num_slots=num_slots, hidden=HIDDEN, top_k=TOP_K, node_size=node_size)
 
 
 def _exchange_words(bench: Bench, config: ExchangeConfig, node_size: int, *, first_step: int) -> str:

@@ -40,8 +40,8 @@ from ..model.model_config import read_model_config
 from ..requests.request import Request
 from ..requests.sampling_params import SamplingParams
 from ..sampling.sampler_ops import SamplerOps, sampler_ops
+from ..settings.decisions import settle_exchange, topology_of
 from ..settings.graph_plan import why_eager
-from ..settings.settling import settle_exchange, topology_of
 from .slice_config import WARM_STEPS, SliceConfig, cut_layers, engine_config, settle_slice, trace_of
 from .slice_routing import exchanges, placements, received_pairs
 from .slice_steps import Steps, fill

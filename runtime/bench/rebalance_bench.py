@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ep import Kind, Pending, Tag, Transport
+from ep.wrapping import Wrapping
 from eplb import LayerPlan, RebalancePlan
 from eplb.config import EplbConfig
 from eplb.goal import Question
@@ -98,12 +99,11 @@ class MovingTimes(NamedTuple):
         return self.rise_ms / (self.still_ms + self.rise_ms)
 
 
-class NotingTransport:
+class NotingTransport(Wrapping):
     """A transport that remembers how the last exchange of experts was split."""
 
     def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self.rank, self.size = transport.rank, transport.size
+        super().__init__(transport)
         self.splits: Splits = [0] * transport.size, [0] * transport.size
 
     def all_to_all(
@@ -113,18 +113,6 @@ class NotingTransport:
         if tag.kind is Kind.MIGRATE:
             self.splits = recv_splits, send_splits
         return self._transport.all_to_all(recv, send, recv_splits=recv_splits, send_splits=send_splits, tag=tag)
-
-    def all_gather(self, row: Tensor, *, tag: Tag) -> Pending[Tensor]:
-        """See `ep.Transport`."""
-        return self._transport.all_gather(row, tag=tag)
-
-    def abort(self, cause: BaseException) -> None:
-        """See `ep.Transport`."""
-        self._transport.abort(cause)
-
-    def close(self) -> None:
-        """See `ep.Transport`."""
-        self._transport.close()
 
 
 class PlainBytes:

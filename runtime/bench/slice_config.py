@@ -13,7 +13,9 @@ from ep.threads import MAX_RANKS
 from ..model.model_config import ModelConfig
 from ..scheduling.scheduler import SchedulerConfig
 from ..settings.config import CacheConfig, DTypeName, EngineConfig, KvCacheDType
-from ..settings.settling import Settled, memory_numbers, run_dtype, settle_ops, topology_of
+from ..settings.decisions import run_dtype, settle_ops, topology_of
+from ..settings.memory_numbers import memory_numbers
+from ..settings.settling import Settled
 from ..weights.memory import plan_memory
 from .slice_routing import MOST_LAYERS, Placing, Trace
 

@@ -24,6 +24,7 @@ SIGMA = 1.0
 _LAYERS = 16
 
 
+@cache
 def level_imbalance(
     *, ranks: int, experts: int, redundant: int, top_k: int, tokens: float, drift: float = DRIFT
 ) -> float:

@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ep import Kind, Pending, Tag, Transport
+from ep.wrapping import Wrapping
 
 from .board import Board
 from .verdict import Phase
@@ -91,14 +92,12 @@ class Watched(Unwatched):
 _PHASES = {Kind.COMBINE: Phase.COMBINE, Kind.MIGRATE: Phase.MIGRATE}
 
 
-class StampedTransport:
+class StampedTransport(Wrapping):
     """A transport whose exchanges are stamped when they begin and when their wait begins and ends."""
 
     def __init__(self, transport: Transport, recorder: Recorder) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self._recorder = recorder
-        self.rank = transport.rank
-        self.size = transport.size
 
     def all_to_all(
         self, recv: Tensor, send: Tensor, *, recv_splits: Sequence[int], send_splits: Sequence[int], tag: Tag
@@ -116,14 +115,6 @@ class StampedTransport:
         self._recorder.stamp(Phase.MIGRATE, tag.step, tag.layer)
         pending = self._transport.all_gather(row, tag=tag)
         return Pending(lambda: self._wait_for(pending))
-
-    def abort(self, cause: BaseException) -> None:
-        """See `ep.Transport`."""
-        self._transport.abort(cause)
-
-    def close(self) -> None:
-        """See `ep.Transport`."""
-        self._transport.close()
 
     def _wait_for(self, pending: Pending[Tensor]) -> Tensor:
         self._recorder.wait()

@@ -9,12 +9,12 @@ Shapes: T tokens here, B rows that get logits, D model, V vocabulary, L MoE laye
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from attention_mla import (
     AttentionOps,
@@ -29,11 +29,13 @@ from attention_mla import (
     project,
 )
 from ep import Exchange, ExchangeBytes, Pending, Terms
+from ep.cpu.threads import kernel_threads
 from ep.selftest import self_test
 from moe import MoeLayer, MoeOps, PlacementTable, moe_ops
 
 from ..model.model_config import ModelConfig
 from ..weights.weights import DecoderWeights, LayerWeights
+from .head import head_of
 from .part_times import NO_PARTS, NoParts, Part
 
 X = TypeVar("X")
@@ -137,6 +139,8 @@ class Decoder:
         self._parts = parts
         self._through = through
         self.tables = tables
+        self._ops = ops
+        self._head = head_of(ops, weights.head_VD)
         self._alone = self._computers(ops, rank=rank, comm_sms=0)
         self._beside_rows = self._computers(ops, rank=rank, comm_sms=comm_sms) if comm_sms else self._alone
 
@@ -258,12 +262,12 @@ class Decoder:
         return self._alone.attention.plan(view, config=self.model.mla, dtype=self.dtype)
 
     def logits(self, x_BD: Tensor) -> Tensor:
-        """[B, V] in the head's dtype, which is float32 or wider: 16-bit logits would tie where the model does not.
+        """[B, V] in the head's dtype. Rows of all tracks at once, so that the head is read once a step."""
+        return self._head(plain(self._alone.attention.norm(x_BD, self.weights.norm_D, self.model.rms_norm_eps)))
 
-        Rows of all tracks at once: the head is the largest of the matrices, and so it is read once a step.
-        """
-        h_BD = plain(self._alone.attention.norm(x_BD, self.weights.norm_D, self.model.rms_norm_eps))
-        return linear(h_BD.to(self.weights.head_VD.dtype), self.weights.head_VD)
+    def threads(self) -> AbstractContextManager[None]:
+        """Around a Python thread's steps: torch's threads are left to kernels that have their own."""
+        return kernel_threads() if self._ops == "numba" else nullcontext()
 
 
 def _rows_at(x_TD: Tensor, update_TD: Tensor | None, rows_B: Tensor) -> Tensor:

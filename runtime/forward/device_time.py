@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ep import Pending, Tag, Transport
 from ep.lanes import Lanes
+from ep.wrapping import Wrapping
 
 X = TypeVar("X")
 
@@ -111,29 +112,18 @@ class DeviceTime(NoDeviceTime):
         return StepTime(own_us=int(total_ns - waited) // 1000, waited_us=int(waited) // 1000)
 
 
-class _Clocked:
+class _Clocked(Wrapping):
     """A transport whose waits are looked at; see `ep.Transport`."""
 
     def __init__(self, transport: Transport, time: DeviceTime) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self._time = time
-        self.rank = transport.rank
-        self.size = transport.size
 
     def all_to_all(
         self, recv: Tensor, send: Tensor, *, recv_splits: Sequence[int], send_splits: Sequence[int], tag: Tag
     ) -> Pending[Tensor]:
         pending = self._transport.all_to_all(recv, send, recv_splits=recv_splits, send_splits=send_splits, tag=tag)
         return Pending(lambda: self._time.wait(pending, tag.layer))
-
-    def all_gather(self, row: Tensor, *, tag: Tag) -> Pending[Tensor]:
-        return self._transport.all_gather(row, tag=tag)
-
-    def abort(self, cause: BaseException) -> None:
-        self._transport.abort(cause)
-
-    def close(self) -> None:
-        self._transport.close()
 
 
 class _ClockedLanes:

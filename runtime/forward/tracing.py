@@ -16,19 +16,18 @@ from torch import Tensor
 
 from dbo import Span, Timeline, exposed_ns
 from ep import Pending, Tag, Transport
+from ep.wrapping import Wrapping
 
 _LANES = {"step": 0, "turn": 1, "wait": 1, "comm": 2}
 _LANES_PER_TRACK = 2
 
 
-class TracedTransport:
+class TracedTransport(Wrapping):
     """A transport that notes when each exchange begins, when its rank waits for it, and when the wait is over."""
 
     def __init__(self, transport: Transport, timeline: Timeline) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self._timeline = timeline
-        self.rank = transport.rank
-        self.size = transport.size
 
     def all_to_all(
         self, recv: Tensor, send: Tensor, *, recv_splits: Sequence[int], send_splits: Sequence[int], tag: Tag
@@ -43,14 +42,6 @@ class TracedTransport:
         begin_ns = self._timeline.now()
         rows = self._transport.all_gather(row, tag=tag)
         return Pending(lambda: self._wait(rows, tag, begin_ns))
-
-    def abort(self, cause: BaseException) -> None:
-        """See `ep.Transport`."""
-        self._transport.abort(cause)
-
-    def close(self) -> None:
-        """See `ep.Transport`."""
-        self._transport.close()
 
     def _wait(self, rows: Pending[Tensor], tag: Tag, begin_ns: int) -> Tensor:
         name = f"{tag.kind.name.lower()} {tag.layer}"

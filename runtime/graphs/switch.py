@@ -27,6 +27,7 @@ from attention_mla import AttentionOps, MlaConfig, PagedView
 from attention_mla.reference import Queries
 from ep import Pending, Tag, Transport
 from ep.lanes import Lanes
+from ep.wrapping import Wrapping
 
 from .graph_device import Recording
 from .graph_inputs import StaticView
@@ -166,14 +167,12 @@ class SwitchedAttention:
         return getattr(self._ops, name)
 
 
-class SwitchedTransport:
-    """A transport with a switch at rows that travel; see `ep.Transport`."""
+class SwitchedTransport(Wrapping):
+    """A transport with a switch at rows that travel; see `ep.Transport`. No step gathers."""
 
     def __init__(self, transport: Transport, switch: Switch) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self._switch = switch
-        self.rank = transport.rank
-        self.size = transport.size
 
     def all_to_all(
         self, recv: Tensor, send: Tensor, *, recv_splits: Sequence[int], send_splits: Sequence[int], tag: Tag
@@ -184,18 +183,6 @@ class SwitchedTransport:
             return self._transport.all_to_all(recv, send, recv_splits=recv_splits, send_splits=send_splits, tag=tag)
 
         return self._switch.exchange(start, tag)
-
-    def all_gather(self, row: Tensor, *, tag: Tag) -> Pending[Tensor]:
-        """No step has one."""
-        return self._transport.all_gather(row, tag=tag)
-
-    def abort(self, cause: BaseException) -> None:
-        """See `ep.Transport`."""
-        self._transport.abort(cause)
-
-    def close(self) -> None:
-        """See `ep.Transport`."""
-        self._transport.close()
 
 
 class SwitchedLanes:

@@ -13,6 +13,7 @@ from torch import Tensor
 from dbo import Span, Timeline
 from dbo.timeline import Lane
 from ep import Pending, Tag, Transport
+from ep.wrapping import Wrapping
 
 from ..forward.tracing import TracedTransport
 
@@ -54,31 +55,21 @@ class SwitchedTimeline(Timeline):
             self._steps_left -= 1
 
 
-class SwitchedTransport:
+class SwitchedTransport(Wrapping):
     """A transport whose exchanges are noted while the timeline is on."""
 
     def __init__(self, transport: Transport, timeline: SwitchedTimeline) -> None:
-        self._plain = transport
+        super().__init__(transport)
         self._traced = TracedTransport(transport, timeline)
         self._timeline = timeline
-        self.rank = transport.rank
-        self.size = transport.size
 
     def all_to_all(
         self, recv: Tensor, send: Tensor, *, recv_splits: Sequence[int], send_splits: Sequence[int], tag: Tag
     ) -> Pending[Tensor]:
         """See `ep.Transport`."""
-        transport = self._traced if self._timeline.is_on else self._plain
+        transport = self._traced if self._timeline.is_on else self._transport
         return transport.all_to_all(recv, send, recv_splits=recv_splits, send_splits=send_splits, tag=tag)
 
     def all_gather(self, row: Tensor, *, tag: Tag) -> Pending[Tensor]:
         """See `ep.Transport`."""
-        return (self._traced if self._timeline.is_on else self._plain).all_gather(row, tag=tag)
-
-    def abort(self, cause: BaseException) -> None:
-        """See `ep.Transport`."""
-        self._plain.abort(cause)
-
-    def close(self) -> None:
-        """See `ep.Transport`."""
-        self._plain.close()
+        return (self._traced if self._timeline.is_on else self._transport).all_gather(row, tag=tag)

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 import torch
 
-from dbo import UNTIMED, Choice, Untimed
+from dbo import UNTIMED, Untimed
 from ep import PeerFailed, SerriedError, Transport
 
 from ..control.control import Control
@@ -43,9 +43,9 @@ from ..requests.telemetry import RankStats, StepCounters
 from ..sampling.prompt_logprobs import keep
 from ..sampling.sampler_ops import SamplerOps
 from ..scheduling.heartbeat import HeartbeatState, StepPlan, decide
-from ..scheduling.overlap import longest_rows, uncut_words
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.votes import PrefillWatch, Vote
+from .account import stats_of, vote_of
 from .in_flight import InFlight, ReadStep
 from .launcher import Launcher
 from .pace import Pace
@@ -137,7 +137,7 @@ class Worker:
 
     def run_wave(self) -> None:
         """Step until no rank has an unfinished request. Every rank of the group runs this at the same time."""
-        with torch.inference_mode():
+        with torch.inference_mode(), self.decoder.threads():
             while self.step():
                 self.show.stepped(self)
         self.show.rested()
@@ -221,43 +221,7 @@ class Worker:
 
     def stats(self) -> RankStats:
         """This rank's counters now."""
-        counters = self.counters
-        sent = self.decoder.sent_bytes
-        return RankStats(
-            rank=self.transport.rank,
-            steps=counters.steps,
-            idle_steps=counters.idle_steps,
-            computed_tokens=counters.computed_tokens,
-            generated_tokens=self.scheduler.num_generated,
-            finished=self.scheduler.num_ended,
-            preemptions=self.scheduler.num_preemptions,
-            prefix_queries=self.prefix.num_queried,
-            prefix_hits=self.prefix.num_hit,
-            num_pages=self.pool.num_pages,
-            free_pages=self.pool.num_free,
-            running=self.scheduler.num_running,
-            waiting=self.scheduler.num_waiting,
-            slow_steps=self.stragglers.slow_steps_of(self.transport.rank),
-            degraded=self.transport.rank in self.stragglers.degraded,
-            expert_balance=self.experts.balance(),
-            overflow_steps=self.in_flight.num_overflows,
-            rerun_steps=counters.rerun_steps,
-            network_bytes=sent.network,
-            node_bytes=sent.node,
-            mean_pairs=counters.mean_pairs,
-            most_pairs=counters.most_pairs,
-            experts=self.experts.stats,
-            cut_steps=self.state.overlap.counts.get(Choice.CUT, 0),
-            uncut_steps=uncut_words(self.state.overlap),
-            replayed_steps=self.launcher.runner.tally.replayed,
-            launched_steps=self.launcher.runner.tally.words,
-            beat_wait_s=counters.beat_wait_ns / 1e9,
-            deferred_steps=self.state.cadence.tally.deferred_steps,
-            token_balance=self.state.cadence.tally.balance_ratio,
-            measures=self.parts.measures(),
-            lent_pages=self.scheduler.hand_over.num_lent_pages,
-            kv=replace(self.scheduler.hand_over.stats),
-        )
+        return stats_of(self)
 
     def _read_inbox(self) -> None:
         for item in self.inbox.take():
@@ -270,7 +234,7 @@ class Worker:
 
     def _agree(self, proposal: Proposal) -> StepPlan:
         self.recorder.stamp(Phase.VOTE, self.sequence)
-        gathering = self.control.gather(self._vote(proposal).row(), sequence=self.sequence)
+        gathering = self.control.gather(vote_of(self, proposal).row(), sequence=self.sequence)
         waited_ns = self.recorder.waited_ns
         self.recorder.wait()
         votes = [Vote.from_row(row) for row in gathering.wait()]
@@ -287,37 +251,6 @@ class Worker:
         for finding in findings:
             self.voice.heed(finding, step=plan.step, degraded=self.stragglers.degraded)
         return plan
-
-    def _vote(self, proposal: Proposal) -> Vote:
-        scheduler = self.scheduler
-        spare = scheduler.config.max_num_batched_tokens - proposal.decode_tokens - proposal.prefill_tokens
-        decode_row, prefill_row = (0, 0) if self.state.overlap.config.dbo == "off" else longest_rows(proposal)
-        return Vote(
-            sequence=self.sequence,
-            epoch=self.experts.epoch,
-            config_hash=self.config_hash,
-            last_read=self.in_flight.last_read,
-            last_clean=self.in_flight.last_clean,
-            decode_tokens=proposal.decode_tokens,
-            prefill_tokens=proposal.prefill_tokens,
-            unfinished=scheduler.num_unfinished,
-            in_flight=len(self.in_flight),
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
-            free_pages=self.pool.num_free,
-            free_slots=scheduler.num_free_slots,
-            spare_tokens=spare,
-            pause=int(self.wish.pause),
-            drain=int(self.wish.drain),
-            compute_us=self.took.own_us,
-            exchange_us=self.took.waited_us,
-            expert_pairs=self.expert_pairs,
-            migration_ready=self.experts.ready,
-            awaiting=scheduler.hand_over.awaits,
-            decode_row=decode_row,
-            prefill_row=prefill_row,
-            **self.watch.vote(proposal, spare_tokens=spare, now_ns=time.monotonic_ns())._asdict(),
-        )
 
     def _read_down_to(self, depth: int) -> None:
         """Read steps until only `depth` are not; where nothing can be left behind they are clean, and finished."""

@@ -21,7 +21,8 @@ from ..model.model_config import ModelConfig
 from ..scheduling.overlap import comm_share
 from ..settings.config import CacheConfig, EngineConfig
 from ..settings.cost_group import expected_imbalance, group_of
-from ..settings.settling import memory_numbers, settle_exchange
+from ..settings.decisions import settle_exchange_on
+from ..settings.memory_numbers import memory_numbers
 from ..weights.memory import MemoryPlan, plan_memory
 from .goals import Goals, fullest_prompts
 
@@ -139,7 +140,7 @@ def plan_of(site: Site, config: EngineConfig) -> MemoryPlan:
 
 def _settled(site: Site, config: EngineConfig) -> EngineConfig:
     """With nothing left open about the exchange, so that the device's file need not be asked again."""
-    settled, _ = settle_exchange(config, site.model, local_size=None, on_gpu=site.on_gpu)
+    settled, _ = settle_exchange_on(site.costs.hardware, config, site.model, local_size=None, on_gpu=site.on_gpu)
     return replace(settled, hardware=None, cadence=replace(settled.cadence, itl_target_ms=None))
 
 

@@ -1,4 +1,4 @@
-"""What a caller of the engine gets: events while a request decodes, and its whole answer at the end. Values only.
+"""What a caller of the engine gets: events while a request decodes, and its whole answer at the end.
 
 `News` is made for every token, so it is a struct that is quick to make and travels as a plain list.
 """
@@ -36,6 +36,24 @@ class TokenEvent:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
+class News(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a rank says of one request after a step: all that crosses to whoever asked for it.
+
+    kv_lent, error   see `Request`; with the last news only
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+    finish_reason: FinishReason | None
+    num_cached: int
+    num_preemptions: int
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """In its first news, where asked for; None for the first token."""
+    kv_lent: KvParams | None = None
+    error: str | None = None
+
+
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
     """A request's whole answer.
@@ -62,23 +80,28 @@ class RequestOutput:
     error: str | None = None
     """Why it ended with an error, where that is known."""
 
-
-class News(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a rank says of one request after a step: all that crosses to whoever asked for it.
-
-    kv_lent, error   see `Request`; with the last news only
-    """
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] | None
-    finish_reason: FinishReason | None
-    num_cached: int
-    num_preemptions: int
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """In its first news, where asked for; None for the first token."""
-    kv_lent: KvParams | None = None
-    error: str | None = None
+    def hear(self, news: News, rank: int) -> TokenEvent:
+        """Add what `rank` said, and turn it into what the caller sees."""
+        self.token_ids.extend(news.token_ids)
+        if self.logprobs is not None:
+            self.logprobs.extend(news.logprobs or ())
+        if news.prompt_logprobs is not None:
+            self.prompt_logprobs = news.prompt_logprobs
+        if news.finish_reason is not None:
+            self.finish_reason = news.finish_reason
+            self.num_cached_tokens = news.num_cached
+            self.num_preemptions = news.num_preemptions
+            self.kv_transfer_params = None if news.kv_lent is None else news.kv_lent.as_json()
+            self.error = news.error
+        return TokenEvent(
+            request_id=news.request_id,
+            rank=rank,
+            seed=self.seed,
+            token_ids=news.token_ids,
+            logprobs=None if self.logprobs is None else news.logprobs or (),
+            finish_reason=news.finish_reason,
+            prompt_logprobs=news.prompt_logprobs,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,7 +74,7 @@ class TritonOps:
         return x_nV
 
 
-OPS: dict[str, Callable[[], SamplerOps]] = {"reference": ReferenceOps, "onednn": ReferenceOps, "triton": TritonOps}
+OPS: dict[str, Callable[[], SamplerOps]] = {"reference": ReferenceOps, "numba": ReferenceOps, "triton": TritonOps}
 
 
 def sampler_ops(name: str) -> SamplerOps:

@@ -93,9 +93,9 @@ class EngineConfig:
     device: str = "cpu"
     """Where tensors live: cpu or cuda."""
 
-    ops: Literal["auto", "reference", "onednn", "triton"] = "auto"
-    """Whose kernels: torch's (reference), torch's with weights packed for bf16 on a CPU (onednn), or Triton's; auto:
-    Triton's on a GPU, on a CPU torch's, packed in bf16."""
+    ops: Literal["auto", "reference", "numba", "triton"] = "auto"
+    """Whose kernels: torch's (reference), Numba's for bf16 on a CPU (numba), or Triton's (triton); auto: Triton's on a
+    GPU, on a CPU Numba's in bf16 and torch's in other formats."""
 
     cpu_threads: int | None = None
     """Threads of torch in each process on a CPU; unset: as torch or OMP_NUM_THREADS says."""
@@ -139,8 +139,8 @@ class EngineConfig:
             at_least("node_size", self.node_size, 1, neighbour=8)
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; it must be auto or one of {', '.join(DTYPES)}, e.g. bfloat16")
-        if self.ops not in ("auto", "reference", "onednn", "triton"):
-            raise ValueError(f"ops is {self.ops!r}; it must be auto, reference, onednn or triton, e.g. auto")
+        if self.ops not in ("auto", "reference", "numba", "triton"):
+            raise ValueError(f"ops is {self.ops!r}; it must be auto, reference, numba or triton, e.g. auto")
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format is {self.load_format!r}; it must be auto or dummy, e.g. auto")
         if self.async_depth not in (0, 1):

@@ -15,7 +15,7 @@ from ..costs.loads import level_imbalance, loaded_imbalance
 from ..costs.padding import padding_of
 from ..model.model_config import ModelConfig
 from .config import EngineConfig
-from .settling import run_dtype, topology_of
+from .decisions import run_dtype, topology_of
 
 
 def group_of(

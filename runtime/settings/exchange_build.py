@@ -20,7 +20,8 @@ from ep.trial import Trial, fastest, lines
 from ..forward.part_times import NoParts
 from ..graphs.exchange_times import round_us
 from ..loop.instruments import timed_exchange
-from .settling import Settled, full_step
+from .decisions import full_step
+from .settling import Settled
 
 OpenBackEnd = Callable[[Blueprint], BackEnd | None]
 TimeUs = Callable[[Exchange], float]

@@ -10,11 +10,11 @@ import torch
 
 from ep.blueprint import Blueprint
 
-from ..graphs.graph_config import GraphKey, Sizes, cut_sizes, piece_sizes
+from ..graphs.graph_config import Sizes, cut_sizes, piece_sizes
 from ..graphs.graph_device import GRAPH_DEVICES
 from ..graphs.switch import SwitchMemory
 from ..model.model_config import ModelConfig
-from ..weights.graph_memory import GraphNumbers
+from ..weights.graph_memory import GraphNumbers, Work
 from .config import EngineConfig
 
 MOST_ROW_TOKENS = 4
@@ -73,19 +73,19 @@ def graph_numbers(
     if why_eager(config, model, device, ranks_here=1):
         return None
     keys = list(sizes_of(config, drafts=False).each())
-    most = max(keys, key=lambda key: key.tokens * key.tracks, default=None)
+    largest = {(key.whole, key.tracks): key for key in reversed(keys)}.values()  # they come first
     pieces = [key.tokens for key in keys if not key.whole]
     return GraphNumbers(
-        most_tokens=0 if most is None else most.tokens * most.tracks,
-        most_landing=_landing(blueprint, most) if most and blueprint and blueprint.config.exchange == "bounded" else 0,
-        whole_tokens=max([key.tokens * key.tracks for key in keys if key.whole], default=0),
+        works=tuple(
+            Work(
+                tokens=key.tokens * key.tracks,
+                landing=0 if blueprint is None else blueprint.landing(key.tokens),
+                tracks=key.tracks,
+                whole=key.whole,
+            )
+            for key in largest
+        ),
         all_tokens=sum(key.tokens * key.tracks for key in keys),
         num_programs=len(keys),
         switch_bytes=SwitchMemory.num_bytes(max(pieces), model.mla, dtype) if pieces else 0,
     )
-
-
-def _landing(blueprint: Blueprint, key: GraphKey) -> int:
-    """Places of all blocks that land in a round of every track; a back end has room of its own for them."""
-    hop, bucket = blueprint.places[-1], min(key.tokens, blueprint.config.round_tokens)
-    return key.tracks * hop.shape.num_members * (1 + hop.dispatch(bucket, 0))

@@ -13,29 +13,30 @@ from pathlib import Path
 import torch
 
 from attention_mla import CacheFormat
-from attention_mla.latent_rows import GROUP
-from ep import ExchangeConfig, Topology, choose
+from ep import ExchangeConfig, Topology
 from ep.back_ends import installed, refusal
 from ep.blueprint import Blueprint
 from ep.capacity import CapacityPlan, describe
 from moe import ExpertPlacement
 
-from ..costs.roofline import CostShape
 from ..loop.rebalance import start_placements
 from ..loop.routing_record import check_writable
 from ..model.model_config import ModelConfig, read_model_config
-from ..weights.hardware import read_hardware
-from ..weights.memory import MemoryNumbers, MemoryPlan, plan_memory
-from .capacities import read_capacities
-from .config import DTYPES, EngineConfig
+from ..weights.memory import MemoryPlan, plan_memory
+from .config import EngineConfig
+from .decisions import (
+    cache_row,
+    full_step,
+    longest_request,
+    run_dtype,
+    settle_capacities,
+    settle_exchange,
+    settle_ops,
+    topology_of,
+)
 from .devices import check_sms, find_device, own_bytes
-from .exchange_choice import choose_exchange, to_try
-from .exchange_sizes import blueprint_of, exchange_bytes, most_at_once
-from .graph_plan import graph_numbers
-from .kernel_choice import OpsName, choose_ops
-
-CPU_CACHE_BYTES = 1 << 30
-"""Latent cache of a rank on a CPU when nothing is said: memory there is shared with everything else."""
+from .exchange_choice import to_try
+from .memory_numbers import memory_numbers, with_room_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +145,7 @@ def settle(config: EngineConfig, *, local_size: int | None = None, ranks_here: i
         on_gpu=on_gpu,
         capacities=capacities,
     )
-    tried = [_exchange_bytes(replace(config, exchange=each), model, None) for each in tries[1:]]
-    numbers = replace(numbers, exchange_buffer_bytes=most_at_once(numbers.exchange_buffer_bytes, tried, tries[1:]))
-    plan = plan_memory(model, numbers)
+    plan = plan_memory(model, with_room_for(numbers, config, model, tries[1:]))
     plan.check_fits()
     return Settled(
         config=config,
@@ -159,139 +158,4 @@ def settle(config: EngineConfig, *, local_size: int | None = None, ranks_here: i
         capacities=capacities,
         exchange_why=why if model.moe is not None and config.ranks > 1 else "",
         exchange_tries=tries,
-    )
-
-
-def settle_ops(config: EngineConfig, model: ModelConfig, *, device: torch.device) -> OpsName:
-    """Whose kernels run. ValueError for those that can not."""
-    return choose_ops(config.ops, device=device, dtype=run_dtype(config, model), page_size=config.cache.block_size)
-
-
-def settle_exchange(
-    config: EngineConfig, model: ModelConfig, *, local_size: int | None, on_gpu: bool
-) -> tuple[EngineConfig, str]:
-    """The config with nothing about nodes and the exchange left open, and why it is so, in a line.
-
-    Raises ValueError for formats narrower than the run, and for nodes that ranks do not fill.
-    """
-    config.exchange.refuse_narrow(run_dtype(config, model))
-    node_size = min(config.node_size or local_size or config.ranks, config.ranks)
-    choice = choose_exchange(
-        CostShape.of(model, fp8_cache=config.cache.is_fp8),
-        mode=config.exchange.exchange,
-        hierarchical=config.exchange.hierarchical,
-        ranks=config.ranks,
-        node_size=node_size,
-        tokens=full_step(config),
-        on_gpu=on_gpu,
-        hardware=read_hardware(config.hardware) if config.hardware is not None else None,
-    )
-    exchange = choose(config.exchange, exchange=choice.mode, hierarchical="on" if choice.hierarchical else "off")
-    return replace(config, exchange=exchange, node_size=node_size), choice.why
-
-
-def settle_capacities(
-    config: EngineConfig, model: ModelConfig, placements: Mapping[int, ExpertPlacement]
-) -> CapacityPlan | None:
-    """Of a settled config: those of the file, None where there is none. ValueError where nothing would use them."""
-    if config.capacities is None:
-        return None
-    if model.moe is None or config.exchange.exchange != "bounded":
-        raise ValueError(
-            f"capacities is {config.capacities!r}, but the exchange is {config.exchange.exchange}; "
-            "give --exchange bounded, or leave it out"
-        )
-    return read_capacities(
-        config.capacities,
-        placements,
-        topology_of(config),
-        tokens=full_step(config),
-        top_k=model.moe.top_k,
-        config=config.exchange,
-    )
-
-
-def full_step(config: EngineConfig) -> int:
-    """Tokens of a step in which a rank decodes as many requests as it may."""
-    return min(config.scheduler.max_num_seqs, config.exchange.round_tokens)
-
-
-def topology_of(config: EngineConfig) -> Topology:
-    """The nodes of a settled config; ranks that do not fill nodes evenly are taken to be on a node each."""
-    node_size = config.node_size or config.ranks
-    return Topology(num_ranks=config.ranks, node_size=node_size if config.ranks % node_size == 0 else 1)
-
-
-def run_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
-    """The number format of weights and activations."""
-    return model.dtype if config.dtype == "auto" else DTYPES[config.dtype]
-
-
-def cache_row(config: EngineConfig, model: ModelConfig) -> CacheFormat:
-    """What a token leaves in one layer of the cache. ValueError for a format that the run or the model cannot have."""
-    dtype, asked, rank = run_dtype(config, model), config.cache.kv_cache_dtype, model.mla.kv_lora_rank
-    if asked == "bfloat16" and dtype is not torch.bfloat16:
-        raise ValueError(
-            f"kv_cache_dtype is 'bfloat16' in a run of {str(dtype).removeprefix('torch.')}; latents are kept as the "
-            "run has them or in fp8, e.g. auto"
-        )
-    if config.cache.is_fp8 and dtype is torch.float64:
-        raise ValueError(f"kv_cache_dtype is {asked!r}; in a float64 run nothing is narrower, it must be auto")
-    if config.cache.is_fp8 and rank % GROUP:
-        raise ValueError(
-            f"kv_cache_dtype is {asked!r}; a scale stands for {GROUP} values, and the model's kv_lora_rank is {rank}; "
-            "it must be auto"
-        )
-    return CacheFormat.of(model.mla, dtype, fp8=config.cache.is_fp8)
-
-
-def longest_request(config: EngineConfig, model: ModelConfig) -> int:
-    """Prompt and output together, in tokens. Raises ValueError for more than the model allows."""
-    longest = config.scheduler.max_model_len or model.max_position
-    if longest > model.max_position:
-        raise ValueError(f"max_model_len is {longest}; the model allows at most {model.max_position}")
-    return longest
-
-
-def memory_numbers(
-    config: EngineConfig,
-    model: ModelConfig,
-    *,
-    device_bytes: int,
-    on_gpu: bool,
-    capacities: CapacityPlan | None = None,
-) -> MemoryNumbers:
-    """What the plan depends on. `device_bytes` is one rank's own; kernels take what is in fp8 as stored."""
-    config, _ = settle_exchange(config, model, local_size=None, on_gpu=on_gpu)
-    cache, scheduler, dtype = config.cache, config.scheduler, run_dtype(config, model)
-    device = torch.device("cuda" if on_gpu else "cpu")
-    ops = settle_ops(config, model, device=device)
-    settled = replace(config, ops=ops)
-    blueprint = blueprint_of(config, model, dtype=dtype, topology=topology_of(config), capacities=capacities)
-    return MemoryNumbers(
-        ranks=config.ranks,
-        dtype_bytes=dtype.itemsize,
-        device_bytes=device_bytes,
-        max_model_len=longest_request(config, model),
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        page_size=cache.block_size,
-        keep_fp8=on_gpu or ops == "triton",
-        keep_shared_fp8=ops == "triton",
-        fp8_cache=cache_row(config, model).fp8,
-        packs=ops == "onednn",
-        exchange_buffer_bytes=_exchange_bytes(config, model, capacities),
-        graphs=graph_numbers(settled, model, blueprint, device=device, dtype=dtype),
-        redundant_experts=config.eplb.num_redundant_experts,
-        migration_limit=config.eplb.eplb_bytes_per_step if config.eplb.enable_eplb else 0,
-        gpu_memory_utilization=cache.gpu_memory_utilization,
-        num_pages=cache.num_blocks,
-        cache_bytes=cache.kv_cache_memory_bytes,
-        cache_limit_bytes=None if on_gpu else CPU_CACHE_BYTES,
-    )
-
-
-def _exchange_bytes(config: EngineConfig, model: ModelConfig, capacities: CapacityPlan | None) -> int:
-    return exchange_bytes(
-        config, model, dtype=run_dtype(config, model), topology=topology_of(config), capacities=capacities
     )

@@ -13,7 +13,8 @@ from ..scheduling.cadence import StepBudget
 from ..scheduling.overlap import CostModel
 from ..weights.hardware import read_hardware
 from .cost_group import group_of
-from .settling import Settled, full_step
+from .decisions import full_step
+from .settling import Settled
 
 
 def step_budget(settled: Settled) -> StepBudget | None:

@@ -13,47 +13,62 @@ from typing import NamedTuple
 from attention_mla.triton_ops import SPLIT_TOKENS
 
 from ..model.model_config import ModelConfig
+from .activation_bytes import NumberBytes, own_bytes
 
 _INDEX_BYTES = 8
 _STATIC_COLUMNS = 6
 
 
+class Work(NamedTuple):
+    """One program.
+
+    tokens    of all tracks together
+    landing   rows that land in a round of one track: those of each lie there, while experts compute one after the
+              other's and let go of what they made (see `moe.MoeLayer`); there is room for a result of each slot
+    whole     whether it attends, too
+    """
+
+    tokens: int
+    landing: int
+    tracks: int
+    whole: bool
+
+
 class GraphNumbers(NamedTuple):
     """What is captured.
 
-    most_tokens     of one program, all tracks together; most_landing: rows that land in an exchange of it
-    whole_tokens    the same of those that attend inside of a graph
-    all_tokens      of all programs together: each keeps its inputs and what it leaves behind
-    switch_bytes    static memory between pieces and attention
+    works          of the programs, all that may be the largest
+    all_tokens     of all programs together: each keeps its inputs and what it leaves behind
+    switch_bytes   static memory between pieces and attention
     """
 
-    most_tokens: int
-    most_landing: int
-    whole_tokens: int
+    works: tuple[Work, ...]
     all_tokens: int
     num_programs: int
     switch_bytes: int
 
 
-class NumberBytes(NamedTuple):
-    """Sizes of numbers: of the run, of where a run is never narrower than float32; and of a token's activations."""
-
-    run: int
-    wide: int
-    activations: int
-
-
 def graph_bytes(model: ModelConfig, graphs: GraphNumbers, *, slots: int, sizes: NumberBytes) -> int:
     """All of it, but for the room to attend to the cache's pages: see `page_room_bytes`. slots: of this rank."""
-    mla, moe, hidden = model.mla, model.moe, model.hidden_size
-    absorbed = 2 * mla.num_heads * mla.kv_lora_rank * sizes.run + _split_bytes(model, sizes)
-    work = graphs.most_tokens * sizes.activations + graphs.whole_tokens * absorbed
-    kept = graphs.all_tokens * (hidden * sizes.run + _STATIC_COLUMNS * _INDEX_BYTES)
+    moe = model.moe
+    work = max([_work_bytes(model, work, slots=slots, sizes=sizes) for work in graphs.works], default=0)
+    kept = graphs.all_tokens * (model.hidden_size * sizes.run + _STATIC_COLUMNS * _INDEX_BYTES)
     if moe is not None:
-        pairs = min(moe.top_k, slots) * (moe.intermediate_size + hidden + 1) * sizes.run
-        work += graphs.most_landing * (pairs + 2 * hidden * sizes.run + 4 * moe.top_k * _INDEX_BYTES)
         kept += graphs.num_programs * len(model.moe_layers) * moe.num_experts * _INDEX_BYTES
     return work + kept + graphs.switch_bytes
+
+
+def _work_bytes(model: ModelConfig, work: Work, *, slots: int, sizes: NumberBytes) -> int:
+    """Attention's memory and the experts', one beside the other: blocks that one left may not suit the other."""
+    mla, moe, hidden = model.mla, model.moe, model.hidden_size
+    num_bytes = work.tokens * own_bytes(model, sizes)
+    if work.whole:
+        num_bytes += work.tokens * (2 * mla.num_heads * mla.kv_lora_rank * sizes.run + _split_bytes(model, sizes))
+    if moe is not None:
+        pairs = min(moe.top_k, slots) * (moe.intermediate_size + hidden + 1) * sizes.run
+        rows = 2 * hidden * sizes.run + 4 * moe.top_k * _INDEX_BYTES
+        num_bytes += work.landing * (pairs + work.tracks * rows)
+    return num_bytes
 
 
 def page_room_bytes(model: ModelConfig, sizes: NumberBytes, page_size: int) -> int:

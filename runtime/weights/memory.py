@@ -9,15 +9,16 @@ are exact. Activations are an upper estimate of what the reference path holds at
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 
-from attention_mla import fp8_row_bytes, mla_shapes
+from attention_mla import fp8_row_bytes
 from eplb.migration import pool_bytes
 from moe import spread
 
 from ..model.config_fields import shown
 from ..model.model_config import ModelConfig
-from .graph_memory import GraphNumbers, NumberBytes, graph_bytes, page_room_bytes
+from .activation_bytes import NumberBytes, whole_bytes
+from .graph_memory import GraphNumbers, graph_bytes, page_room_bytes
+from .packed_bytes import packed_weight_bytes
 from .weight_bytes import WeightBytes, expert_bytes, weight_bytes
 
 _GIB = 1 << 30
@@ -31,9 +32,9 @@ class MemoryNumbers:
     """What the plan depends on besides the model.
 
     dtype_bytes is the size of the run dtype. keep_fp8, keep_shared_fp8: experts, and all else that kernels can read so,
-    stay as the file has them; fp8_cache: latents are kept in fp8; packs: linear layers
-    are copied in the layout that oneDNN reads.
-    device_bytes is what one rank may count as its own. exchange_buffer_bytes is what the exchange allocates.
+    stay as the file has them; fp8_cache: latents are kept in fp8; packs: linear layers are copied in the layout that a
+    processor's kernels read. device_bytes is what one rank may count as its own. exchange_buffer_bytes is what the
+    exchange allocates.
     redundant_experts are a layer's slots beyond one an expert; migration_limit is what a rank gets of moving experts in
     a step, 0 where none move. The cache is num_pages, else cache_bytes, else what is left; without num_pages never more
     than max_num_seqs requests of max_model_len can use.
@@ -62,9 +63,9 @@ class MemoryNumbers:
     """Where nothing is said about the cache: it takes what is left, but no more than this."""
 
     @property
-    def wide_bytes(self) -> int:
-        """Size of a number where the run is never narrower than float32."""
-        return max(self.dtype_bytes, 4)
+    def sizes(self) -> NumberBytes:
+        """Of the run's numbers."""
+        return NumberBytes(run=self.dtype_bytes, wide=max(self.dtype_bytes, 4))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,12 +169,12 @@ def plan_memory(model: ModelConfig, numbers: MemoryNumbers) -> MemoryPlan:
         keep_fp8=numbers.keep_fp8,
         keep_shared_fp8=numbers.keep_shared_fp8,
     )
-    workspaces = _workspaces(model, numbers, slots, weights)
+    workspaces = _workspaces(model, numbers, slots)
     kv_bytes = model.num_layers * _row_bytes(model, numbers)
     budget = int(numbers.device_bytes * numbers.gpu_memory_utilization)
     left = budget - weights.total - workspaces.total
     captured = numbers.graphs is not None
-    room = page_room_bytes(model, _number_bytes(model, numbers), numbers.page_size) if captured else 0
+    room = page_room_bytes(model, numbers.sizes, numbers.page_size) if captured else 0
     num_pages = _num_pages(numbers, page_bytes=kv_bytes * numbers.page_size + room, left=left)
     workspaces = replace(workspaces, graphs=workspaces.graphs + num_pages * room)
     return MemoryPlan(
@@ -243,35 +244,20 @@ def _slots_per_rank(model: ModelConfig, numbers: MemoryNumbers) -> int:
     return spread(moe.num_experts, numbers.ranks, redundant).slots_per_rank if moe is not None else 0
 
 
-def _workspaces(model: ModelConfig, numbers: MemoryNumbers, slots: int, weights: WeightBytes) -> WorkspaceBytes:
+def _workspaces(model: ModelConfig, numbers: MemoryNumbers, slots: int) -> WorkspaceBytes:
     line = numbers.max_model_len + 1 + pages_of(numbers.max_model_len, numbers.page_size)
     table = numbers.max_num_seqs * line * _TABLE_BYTES
     # The logits, their log-softmax, and the sorted copy that top-k and top-p need.
-    logits = 3 * numbers.max_num_seqs * model.vocab_size * numbers.wide_bytes
-    sizes = _number_bytes(model, numbers)
+    logits = 3 * numbers.max_num_seqs * model.vocab_size * numbers.sizes.wide
     return WorkspaceBytes(
         exchange=numbers.exchange_buffer_bytes if model.moe is not None else 0,
         token_table=table,
         logits=logits,
-        activations=numbers.max_num_batched_tokens * sizes.activations,
+        activations=numbers.max_num_batched_tokens * whole_bytes(model, numbers.sizes),
         migration=_migration_bytes(model, numbers, slots),
-        packed=_packed_bytes(model, weights, numbers) if numbers.packs else 0,
-        graphs=0 if numbers.graphs is None else graph_bytes(model, numbers.graphs, slots=slots, sizes=sizes),
+        packed=packed_weight_bytes(model, slots) if numbers.packs else 0,
+        graphs=0 if numbers.graphs is None else graph_bytes(model, numbers.graphs, slots=slots, sizes=numbers.sizes),
     )
-
-
-def _number_bytes(model: ModelConfig, numbers: MemoryNumbers) -> NumberBytes:
-    return NumberBytes(numbers.dtype_bytes, numbers.wide_bytes, _activation_bytes_per_token(model, numbers))
-
-
-def _packed_bytes(model: ModelConfig, weights: WeightBytes, numbers: MemoryNumbers) -> int:
-    """Copies of what is multiplied with rows in the run dtype: neither norms nor the router and the head, which are
-    wide. kv_b is there twice: whole, for prompts, and by head."""
-    shapes = mla_shapes(model.mla)
-    norms = sum([shape[0] for shape in shapes.values() if len(shape) == 1])
-    heads = prod(shapes["kv_b_proj.weight"])
-    attention = weights.attention + model.num_layers * (heads - norms) * numbers.dtype_bytes
-    return weights.experts + weights.shared + weights.dense + attention
 
 
 def _migration_bytes(model: ModelConfig, numbers: MemoryNumbers, slots: int) -> int:
@@ -279,17 +265,6 @@ def _migration_bytes(model: ModelConfig, numbers: MemoryNumbers, slots: int) -> 
     blob_bytes = expert_bytes(model, dtype_bytes=numbers.dtype_bytes, keep_fp8=numbers.keep_fp8)
     limit = numbers.migration_limit
     return pool_bytes(places=slots, blob_bytes=blob_bytes, limit=limit) if limit else 0
-
-
-def _activation_bytes_per_token(model: ModelConfig, numbers: MemoryNumbers) -> int:
-    """The residual stream in the run dtype and the wide one, and the widest of attention, MLP and experts."""
-    mla, moe, hidden = model.mla, model.moe, model.hidden_size
-    attention = mla.num_heads * (2 * mla.qk_head_dim + 2 * mla.v_head_dim) + (mla.q_lora_rank or 0) + mla.latent_width
-    dense = 3 * model.dense_intermediate_size if model.num_dense_layers else 0
-    shared = 3 * moe.shared_intermediate_size if moe is not None else 0
-    routed = moe.top_k * (2 * hidden + 3 * moe.intermediate_size) if moe is not None else 0
-    widest = max(attention, dense, shared + routed)
-    return (3 * hidden + widest) * numbers.dtype_bytes + hidden * numbers.wide_bytes
 
 
 def _num_pages(numbers: MemoryNumbers, *, page_bytes: int, left: int) -> int:

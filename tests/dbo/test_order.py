@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 
 from dbo import drive, most_tokens, split
 from ep import Exchange, ExchangeConfig, Kind, Pending, Tag, TagMismatch, Terms, ThreadTransport, run_ranks
+from ep.wrapping import Wrapping
 
 LIMIT_S = 30.0
 HIDDEN, TOP_K, SLOTS_PER_RANK = 2, 2, 2
 
 
-class Listening:
+class Listening(Wrapping):
     """A rank's transport that remembers the tags of its exchanges, in order."""
 
     def __init__(self, transport: ThreadTransport) -> None:
-        self._transport = transport
-        self.rank, self.size = transport.rank, transport.size
+        super().__init__(transport)
         self.tags: list[Tag] = []
 
     def all_to_all(self, recv, send, *, recv_splits, send_splits, tag: Tag):

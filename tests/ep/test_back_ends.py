@@ -385,3 +385,19 @@ def test_rows_in_symmetric_memory_can_be_shared_evenly_by_the_blocks_that_fetch_
     for width in (spec.row.num_bytes, spec.back.block_row_bytes):
         assert width % align == 0
         assert width >= 7168 * 2
+
+
+@pytest.mark.parametrize("tokens", [1, 12, 30])
+def test_as_many_rows_land_as_the_blueprint_says(pretended, tokens):
+    def fn(transport):
+        exchange, bucket = pretended.exchange(transport), min(tokens, 12)
+        blueprint = Blueprint(
+            topology=Topology(num_ranks=4, node_size=4), num_slots=8, hidden=HIDDEN, top_k=3, dtype=torch.float32,
+            config=exchange.config,
+        )  # fmt: skip
+        none = torch.zeros(0, HIDDEN), torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 3)
+        arrivals = exchange.dispatch(*none, tag=TAG, terms=Terms(bucket=bucket)).wait()
+        return arrivals.slots_NK.shape[0], blueprint.landing(tokens)
+
+    for landed, said in run_ranks(4, fn, timeout_s=LIMIT_S):
+        assert landed == said

@@ -361,3 +361,16 @@ def test_counts_of_each_source_stay_on_the_device_and_are_true(make):
         return trail.counts_R.tolist() == expected
 
     assert run_ranks(4, fn, timeout_s=LIMIT_S) == [True] * 4
+
+
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize("tokens", [1, 12, 30])
+def test_as_many_rows_land_as_the_blueprint_says(make, way, tokens):
+    def fn(transport):
+        exchange = bounded(make, transport, way, places=5)
+        none = torch.zeros(0, 6, dtype=torch.float64), torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 3).double()
+        arrivals = exchange.dispatch(*none, tag=TAG, terms=Terms(bucket=min(tokens, 16))).wait()
+        return arrivals.slots_NK.shape[0], exchange._blueprint.landing(tokens)
+
+    for landed, said in run_ranks(4, fn, timeout_s=LIMIT_S):
+        assert landed == said

@@ -7,29 +7,20 @@ import torch
 
 from ep import Kind, PeerFailed, Tag, TagMismatch, Terms, run_ranks
 from ep.tags import check_tags
+from ep.wrapping import Wrapping
 
 TAG = Tag(0, 0, 0, 0, Kind.CHECK)
 TERMS = Terms(bucket=1024)
 
 
-class Blind:
+class Blind(Wrapping):
     """A transport that compares no tags: it shows the group the same one always."""
 
-    def __init__(self, inner):
-        self.rank, self.size = inner.rank, inner.size
-        self._inner = inner
-
     def all_to_all(self, recv, send, *, recv_splits, send_splits, tag):
-        return self._inner.all_to_all(recv, send, recv_splits=recv_splits, send_splits=send_splits, tag=TAG)
+        return self._transport.all_to_all(recv, send, recv_splits=recv_splits, send_splits=send_splits, tag=TAG)
 
     def all_gather(self, row, *, tag):
-        return self._inner.all_gather(row, tag=TAG)
-
-    def abort(self, cause):
-        self._inner.abort(cause)
-
-    def close(self):
-        self._inner.close()
+        return self._transport.all_gather(row, tag=TAG)
 
 
 @pytest.mark.parametrize(("size", "culprit"), [(2, 1), (4, 2)])

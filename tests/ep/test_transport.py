@@ -7,6 +7,8 @@ import torch
 
 from ep import Kind, Pending, Tag, run_ranks
 from ep.conformance import check_transport
+from ep.transport import assert_fit
+from ep.wrapping import Wrapping
 
 
 def test_a_pending_is_finished_once_however_often_it_is_waited_for():
@@ -63,25 +65,16 @@ def test_ranks_in_and_out_of_inference_mode_exchange_with_each_other():
     run_ranks(3, check, timeout_s=20)
 
 
-class Faulty:
+class Faulty(Wrapping):
     """A transport that passes calls on and spoils what comes of them."""
 
     def __init__(self, inner, spoil):
-        self.rank, self.size = inner.rank, inner.size
-        self._inner, self._spoil = inner, spoil
+        super().__init__(inner)
+        self._spoil = spoil
 
     def all_to_all(self, recv, send, *, recv_splits, send_splits, tag):
-        pending = self._inner.all_to_all(recv, send, recv_splits=recv_splits, send_splits=send_splits, tag=tag)
+        pending = self._transport.all_to_all(recv, send, recv_splits=recv_splits, send_splits=send_splits, tag=tag)
         return pending.then(self._spoil)
-
-    def all_gather(self, row, *, tag):
-        return self._inner.all_gather(row, tag=tag)
-
-    def abort(self, cause):
-        self._inner.abort(cause)
-
-    def close(self):
-        self._inner.close()
 
 
 @pytest.mark.parametrize(
@@ -102,6 +95,23 @@ def test_the_check_finds_rows_out_of_order_and_rows_made_narrower(spoil, message
         return
     with pytest.raises(AssertionError, match=message):
         run_ranks(3, check, timeout_s=20)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"send_splits": [2, 1]}, r"\(\[2, 1\], torch\.Size\(\[2, 3\]\)\)"),
+        ({"recv_splits": [0, 1]}, r"\(\[0, 1\], torch\.Size\(\[2, 3\]\)\)"),
+        ({"recv_splits": [2]}, r"\(\[1, 1\], \[2\], 2\)"),
+        ({"recv": torch.zeros(2, 3, dtype=torch.float64)}, r"\(torch\.float32, torch\.float64\)"),
+        ({"recv": torch.zeros(2, 4)}, r"\(torch\.Size\(\[2, 3\]\), torch\.Size\(\[2, 4\]\)\)"),
+    ],
+)
+def test_rows_and_splits_that_do_not_fit_are_told_with_their_sizes(wrong, words):
+    right = {"recv": torch.zeros(2, 3), "send": torch.zeros(2, 3), "recv_splits": [1, 1], "send_splits": [1, 1]}
+    assert_fit(**right, size=2)
+    with pytest.raises(AssertionError, match=words):
+        assert_fit(**right | wrong, size=2)
 
 
 def test_a_tag_reads_like_a_place():

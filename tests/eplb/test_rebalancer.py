@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ep import Kind, PeerFailed, SerriedError, Tag, ThreadTransport, run_ranks
+from ep.wrapping import Wrapping
 from eplb import ExpertLoad
 from eplb.goal import Question
 from eplb.migration import ExpertLayer, Fault, Pool
@@ -199,15 +200,12 @@ def test_without_any_load_nothing_is_planned():
     assert on_ranks(3, run) == [Stage.COUNTING] * 3
 
 
-class Flipping:
+class Flipping(Wrapping):
     """A wire on which one bit turns over, in the first migration beat that `rank` gets anything in."""
 
     def __init__(self, transport: ThreadTransport, *, rank: int) -> None:
-        self.inner, self.rank, self.size = transport, transport.rank, transport.size
+        super().__init__(transport)
         self.left = int(transport.rank == rank)
-
-    def all_gather(self, row: torch.Tensor, *, tag: Tag) -> Any:
-        return self.inner.all_gather(row, tag=tag)
 
     def all_to_all(self, recv: torch.Tensor, send: torch.Tensor, **how: Any) -> Any:
         def flip(rows: torch.Tensor) -> torch.Tensor:
@@ -216,7 +214,7 @@ class Flipping:
                 rows[0, 0] ^= 1
             return rows
 
-        return self.inner.all_to_all(recv, send, **how).then(flip)
+        return self._transport.all_to_all(recv, send, **how).then(flip)
 
 
 def test_wrong_bytes_on_one_rank_drop_the_rebalance_on_all_and_the_next_one_comes_through():

@@ -28,6 +28,8 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 PROMPTS = [[5 + number, 6, 7] for number in range(6)]
 SERRIED = [sys.executable, "-m", "launch"]
 LAUNCHERS = ("torchrun", "mpirun")
+COUNT = 150
+"""Tokens of the longest answers."""
 
 
 @dataclass
@@ -117,7 +119,7 @@ def request_of(
 @pytest.fixture(scope="module")
 def truth() -> list[list[int]]:
     """What the engine alone says to PROMPTS, in float64."""
-    params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
     with Engine(EngineConfig(model=str(ROOT / TINY), dtype="float64", cache=CacheConfig(num_blocks=128))) as engine:
         return [list(output.token_ids) for output in engine.generate(PROMPTS, params)]
 
@@ -173,10 +175,10 @@ def test_stopped_clients_hold_up_nobody_and_learn_how_their_requests_ended(
     server: Program, truth: list[list[int]], tmp_path: Path
 ):
     """Of two that are stopped, one's answer fits into the windows of its connection; the other's does not."""
-    address, count = server.address(), 150
+    address = server.address()
     narrow = ["grpc.http2.bdp_probe=0", "grpc.http2.lookahead_bytes=1024"]
-    asked = [request_of(prompt, count, stream=True) for prompt in PROMPTS]
-    asked[1] = request_of(PROMPTS[1], count, stream=True, logprobs=20)
+    asked = [request_of(prompt, COUNT, stream=True) for prompt in PROMPTS]
+    asked[1] = request_of(PROMPTS[1], COUNT, stream=True, logprobs=20)
     readers = [
         Reader.start(tmp_path / str(place), address, one, *(narrow if place == 1 else ()))
         for place, one in enumerate(asked)
@@ -186,18 +188,18 @@ def test_stopped_clients_hold_up_nobody_and_learn_how_their_requests_ended(
             reader.wait_for_a_message()
             reader.process.send_signal(signal.SIGSTOP)
         for tokens, reader in zip(truth[2:], readers[2:], strict=True):
-            assert reader.answer() == (tokens[:count], tokens[:count], {"status": "OK", "words": ""})
+            assert reader.answer() == (tokens, tokens, {"status": "OK", "words": ""})
         wait_until_idle(address)
         assert ask(address, PROMPTS[2:3], 8) == [truth[2][:8]]
         for reader in readers[:2]:
             reader.process.send_signal(signal.SIGCONT)
-        assert readers[0].answer() == (truth[0][:count], truth[0][:count], {"status": "OK", "words": ""})
+        assert readers[0].answer() == (truth[0], truth[0], {"status": "OK", "words": ""})
         told, whole, status = readers[1].answer()
     finally:
         for reader in readers:
             reader.end()
     assert (told, whole) == (truth[1][: len(told)], None)
-    assert 0 < len(told) < count
+    assert 0 < len(told) < COUNT
     assert status["status"] == "RESOURCE_EXHAUSTED"
     assert "took nothing for 2 s" in status["words"]
     assert server.log.count("took nothing") == 1

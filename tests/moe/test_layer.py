@@ -1,5 +1,6 @@
 """A layer on any number of ranks against the dense reference and against transformers."""
 
+import weakref
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from dbo import drive
-from ep import Exchange, ExchangeConfig, Terms, run_ranks
+from ep import Arrivals, Exchange, ExchangeConfig, Terms, run_ranks
 from moe import (
     ExpertPlacement,
     MoeConfig,
@@ -22,6 +23,8 @@ from moe import (
     shared_shapes,
     spread,
 )
+from moe.experts import ExpertBank
+from moe.ops import Computed, ReferenceOps
 from moe.reference import dense_moe, quantize_bank, random_weights, route_by_loop, take_slots
 
 V3 = MoeConfig(
@@ -326,3 +329,35 @@ def test_a_placement_of_another_number_of_experts_is_refused() -> None:
     run = Run(config=V3, weights=weights_of(V3), placement=spread(15, 3), tokens=[1, 1, 1])
     with pytest.raises(AssertionError, match="placement of 15, E 16"):
         run.outputs()
+
+
+class Watched(ReferenceOps):
+    """Ops that know what of the results of each round somebody still has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Tensor]] = []
+
+    def experts(self, arrivals: Arrivals, bank: ExpertBank, *, rows_per_slot: float) -> Computed:
+        computed = super().experts(arrivals, bank, rows_per_slot=rows_per_slot)
+        self.made.append(weakref.ref(computed.rows.rows_MD))
+        return computed
+
+
+def test_what_experts_made_is_let_go_before_anybody_waits_for_what_returns():
+    weights = weights_of(V3)
+    run = Run(config=V3, weights=weights, placement=spread(16, 2), tokens=[9, 9], round_tokens=5)
+
+    def on_rank(transport: Any) -> list[bool]:
+        layer, ops = run.layer(transport), Watched()
+        layer._ops = ops
+        stages, held = run.stages(layer, transport.rank, 0), []
+        pending = next(stages)
+        try:
+            while True:
+                held.append(any(made() is not None for made in ops.made))
+                pending = stages.send(pending.wait())
+        except StopIteration:
+            return held
+
+    assert run_ranks(2, on_rank, timeout_s=60) == [[False] * 4] * 2

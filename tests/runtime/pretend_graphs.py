@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ep import Pending, Tag, Transport
+from ep.wrapping import Wrapping
 
 aten = torch.ops.aten
 HOST_READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__"}
@@ -220,13 +221,12 @@ def _note_launches() -> None:
     GridExecutor.__call__ = launch
 
 
-class _Carried:
+class _Carried(Wrapping):
     """A transport whose exchanges are recorded. Steps are no concern of a network: a replay says none."""
 
     def __init__(self, transport: Transport, device: PretendGraphs) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self._device = device
-        self.rank, self.size = transport.rank, transport.size
 
     def all_to_all(
         self, recv: Tensor, send: Tensor, *, recv_splits: Sequence[int], send_splits: Sequence[int], tag: Tag
@@ -246,12 +246,3 @@ class _Carried:
 
         self._device.do(begin)
         return Pending(wait)
-
-    def all_gather(self, row: Tensor, *, tag: Tag) -> Pending[Tensor]:
-        return self._transport.all_gather(row, tag=tag)
-
-    def abort(self, cause: BaseException) -> None:
-        self._transport.abort(cause)
-
-    def close(self) -> None:
-        self._transport.close()

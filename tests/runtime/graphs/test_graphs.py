@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dbo import DboConfig
-from ep import Exchange, ExchangeConfig
+from ep import Exchange, ExchangeConfig, Transport
 from ep.capacity import CapacityPlan
 from runtime import (
     CacheConfig,
@@ -68,6 +68,10 @@ class Machine:
         clocks = iter(self.devices)
         self._patch.setitem(device_time.DEVICE_CLOCKS, "cpu", lambda: next(clocks))
 
+    def carry(self, transport: Transport) -> Transport:
+        """Of a rank, over its device."""
+        return self.devices[transport.rank].carry(transport)
+
     def has_threads(self) -> None:
         """Ranks that are threads may record: their devices and what is between them are not the threads'."""
         self._patch.setattr(runner_choice, "why_eager", lambda *_, **__: "")
@@ -110,10 +114,7 @@ def decode(
     prompt_logprobs: int | None = None,
 ) -> Decoded:
     """Some greedy, some drawn. prompt_logprobs: asked for by the first request."""
-
-    def trace(transport: Any) -> Any:
-        return transport if machine is None else machine.devices[transport.rank].carry(transport)
-
+    trace = (lambda transport: transport) if machine is None else machine.carry
     ranks = ThreadRanks(config, drafter=drafter, on_plan=None, on_progress=None, trace=trace)
     with Engine(config, ranks=ranks) as engine:
         for index, prompt in enumerate(PROMPTS):
@@ -154,6 +155,18 @@ def test_replayed_steps_decode_what_the_reference_does_and_say_how_likely_prompt
 
 def test_what_graphs_hold_is_planned(two_layers, replayed, machine):
     planned, held = settle(config(two_layers)).plan.workspaces.graphs, replayed[1].most_bytes
+    assert held <= planned <= 4 * held
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_what_graphs_hold_in_several_rounds_and_tracks_is_planned(two_layers, machine, cut: bool):
+    """Of which only one has its experts' results at a time."""
+    machine.records(decode=(4,), pieces=() if cut else (32,), cut_pieces=(16,) if cut else (), tracks=1 + cut)
+    machine.has_threads()
+    exchange = ExchangeConfig(exchange="bounded", round_tokens=8)
+    settled = config(two_layers, ranks=2, exchange=exchange, **({"overlap": CUT} if cut else {}))
+    ThreadRanks(settled, drafter=None, on_plan=None, on_progress=None, trace=machine.carry).close(ValueError("seen"))
+    planned, held = settle(settled).plan.workspaces.graphs, machine.devices[0].most_bytes
     assert held <= planned <= 4 * held
 
 

@@ -12,9 +12,10 @@ from ep.lanes import NoLanes
 from runtime.forward.part_times import NO_PARTS
 from runtime.settings import exchange_build
 from runtime.settings.config import EngineConfig
+from runtime.settings.decisions import topology_of
 from runtime.settings.exchange_build import build_exchange, with_back_ends
 from runtime.settings.exchange_sizes import exchange_bytes, most_at_once
-from runtime.settings.settling import Settled, settle, topology_of
+from runtime.settings.settling import Settled, settle
 from tests.ep.pretend_nccl_ep import World
 from tests.ep.test_back_ends import Pretended
 

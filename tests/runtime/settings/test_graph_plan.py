@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dbo import DboConfig
-from ep import ExchangeConfig
+from ep import ExchangeConfig, Topology
+from ep.capacity import HopShape, uniform_plan
 from runtime.graphs.graph_config import GraphConfig, Sizes, cut_sizes
 from runtime.model.model_config import read_model_config
 from runtime.settings.config import EngineConfig, SchedulerConfig
 from runtime.settings.graph_plan import sizes_of
-from runtime.settings.settling import memory_numbers
+from runtime.settings.memory_numbers import memory_numbers, with_room_for
+from runtime.weights.activation_bytes import NumberBytes, own_bytes, whole_bytes
+from runtime.weights.graph_memory import GraphNumbers, Work, graph_bytes
 from runtime.weights.memory import MemoryPlan, plan_lines, plan_memory
 
 V3 = "profiles/models/deepseek-v3.json"
@@ -22,6 +26,7 @@ CONFIG = EngineConfig(
     model=V3, ranks=32, node_size=8, ops="triton", device="cuda", exchange=ExchangeConfig(exchange="bounded"),
     scheduler=SchedulerConfig(max_num_seqs=40, max_num_batched_tokens=300),
 )  # fmt: skip
+PIECE = Work(256, 512, tracks=1, whole=False)
 ON = DboConfig(dbo="on", dbo_decode_token_threshold=32, dbo_prefill_token_threshold=256)
 
 
@@ -79,19 +84,88 @@ def test_what_passes_between_pieces_is_planned():
     assert numbers.graphs.switch_bytes == 256 * 128 * (128 + 64 + 128) * torch.bfloat16.itemsize
 
 
-@pytest.mark.parametrize("part", ["most_tokens", "most_landing", "whole_tokens", "all_tokens", "num_programs"])
+def graphs_of(config: EngineConfig) -> GraphNumbers:
+    graphs = planned(config).numbers.graphs
+    assert graphs is not None
+    return graphs
+
+
+def test_the_largest_of_each_kind_is_planned_with_places_for_what_lands_of_one_track():
+    config = replace(CONFIG, overlap=ON, exchange=ExchangeConfig(exchange="bounded", hierarchical="off"))
+    landing = 32 * (1 + capacity_of(256))
+    pieces = {work for work in graphs_of(config).works if not work.whole}
+    assert pieces == {Work(256, landing, tracks=1, whole=False), Work(2 * 256, landing, tracks=2, whole=False)}
+
+
+def capacity_of(tokens: int) -> int:
+    """Rows to one of 32 ranks of 8 experts each."""
+    shape = HopShape(num_members=32, slots_per_member=8)
+    rows = uniform_plan([shape], Topology(num_ranks=32, node_size=8), top_k=8, combine="ranks").hops[0].dispatch
+    return rows.places(tokens)
+
+
+@pytest.mark.parametrize(("mode", "landing"), [("nccl_ep", 32 * (1024 + 32)), ("symmetric", 32 * (1 + 256))])
+def test_back_ends_have_no_blocks_and_experts_look_at_all_their_places(mode: Any, landing: int):
+    """NCCL's library has those of the largest round in every one."""
+    config = replace(CONFIG, exchange=ExchangeConfig(exchange=mode, hierarchical="off"))
+    assert max(work.landing for work in graphs_of(config).works) == landing
+
+
+def test_where_ways_of_exchange_are_tried_there_is_room_for_graphs_of_whichever_wins():
+    model = read_model_config(Path(V3))
+    straight = replace(CONFIG, exchange=ExchangeConfig(exchange="bounded", hierarchical="off"))
+    numbers = memory_numbers(straight, model, device_bytes=141 * 10**9, on_gpu=True)
+    other = replace(straight.exchange, exchange="symmetric")
+    found = with_room_for(numbers, straight, model, [other])
+    assert numbers.graphs is not None
+    assert found.graphs is not None
+    assert set(found.graphs.works) == {*numbers.graphs.works, *graphs_of(replace(straight, exchange=other)).works}
+    assert found == replace(numbers, graphs=found.graphs, exchange_buffer_bytes=found.exchange_buffer_bytes)
+    assert with_room_for(numbers, straight, model, []) == numbers
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        PIECE._replace(tokens=257),
+        PIECE._replace(landing=513),
+        PIECE._replace(tracks=2),
+        PIECE._replace(whole=True),
+    ],
+)
+def test_the_largest_work_counts_and_all_others_use_its_memory_again(more: Work):
+    model, sizes = read_model_config(Path(V3)), NumberBytes(run=2, wide=4)
+
+    def of(*works: Work) -> int:
+        return graph_bytes(model, GraphNumbers(works, 300, 7, 0), slots=8, sizes=sizes)
+
+    assert of(PIECE) < of(more) == of(PIECE, more) == of(more, PIECE, PIECE)
+
+
+@pytest.mark.parametrize("part", ["tokens", "landing", "tracks", "whole", "all_tokens", "num_programs"])
 def test_whatever_there_is_more_of_takes_more(part: str):
     """A row that lands has a result of each of its slots, a token its hidden state, a program its counts."""
-    plan = planned(CONFIG)
-    graphs, model = plan.numbers.graphs, read_model_config(Path(V3))
-    assert graphs is not None
-    more = plan_memory(model, replace(plan.numbers, graphs=graphs._replace(**{part: getattr(graphs, part) + 1})))
+    model, sizes = read_model_config(Path(V3)), NumberBytes(run=2, wide=4)
+    graphs = GraphNumbers((), 300, 7, 0)
+
+    def of(work: Work, graphs: GraphNumbers) -> int:
+        return graph_bytes(model, graphs._replace(works=(work,)), slots=8, sizes=sizes)
+
+    more = PIECE._replace(**{part: getattr(PIECE, part) + 1}) if part in PIECE._fields else PIECE
+    also = graphs._replace(**{part: getattr(graphs, part) + 1}) if part in graphs._fields else graphs
     least = {
-        "most_tokens": 7168 * 2,
-        "most_landing": 8 * (2048 + 7168) * 2,
-        "whole_tokens": 128 * 512 * 2,
+        "tokens": 7168 * 2,
+        "landing": 8 * (2048 + 7168) * 2,
+        "tracks": 512 * 7168 * 2,
+        "whole": 256 * 128 * 512 * 2,
         "all_tokens": 7168 * 2,
         "num_programs": 58 * 256 * 8,
     }
-    pages = (more.num_pages - plan.num_pages) * 64 * 128 * 513 * 4 // 2048
-    assert more.workspaces.graphs - plan.workspaces.graphs - pages >= least[part]
+    assert of(more, also) - of(PIECE, graphs) >= least[part]
+
+
+def test_a_token_leaves_its_routed_experts_to_whoever_they_land_on():
+    """Of 8 experts of V3 that would be 8 x (2 x 7168 + 3 x 2048) numbers, more than its attention has."""
+    model, sizes = read_model_config(Path(V3)), NumberBytes(run=2, wide=4)
+    assert whole_bytes(model, sizes) == 411_648
+    assert own_bytes(model, sizes) == 239_744

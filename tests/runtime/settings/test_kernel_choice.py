@@ -23,36 +23,36 @@ def test_auto_takes_kernels_where_they_can_run(device: torch.device, dtype: torc
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "has_packed", "chosen"),
+    ("device", "dtype", "has_it", "chosen"),
     [
-        (CPU, torch.bfloat16, True, "onednn"),
+        (CPU, torch.bfloat16, True, "numba"),
         (CPU, torch.bfloat16, False, "reference"),
         (CPU, torch.float16, True, "reference"),
         (CPU, torch.float64, True, "reference"),
         (CUDA, torch.bfloat16, True, "triton"),
     ],
 )
-def test_auto_packs_weights_where_the_processor_multiplies_bf16(
-    device: torch.device, dtype: torch.dtype, has_packed: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+def test_auto_takes_numba_s_kernels_for_bf16_on_a_processor(
+    device: torch.device, dtype: torch.dtype, has_it: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(kernel_choice, "has_packed_bf16", lambda: has_packed)
+    monkeypatch.setattr(kernel_choice, "has_numba", lambda: has_it)
     assert choose_ops("auto", device=device, dtype=dtype, page_size=64) == chosen
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "has_packed", "message"),
+    ("device", "dtype", "has_it", "message"),
     [
-        (CUDA, torch.bfloat16, True, "on device 'cuda'; oneDNN computes on a CPU"),
-        (CPU, torch.float32, True, "only bfloat16 is packed, e.g. --ops reference"),
-        (CPU, torch.bfloat16, False, "no bf16 matmul of oneDNN, e.g. --ops reference"),
+        (CUDA, torch.bfloat16, True, "on device 'cuda'; its kernels are for a CPU"),
+        (CPU, torch.float32, True, "its kernels are for bfloat16, e.g. --ops reference"),
+        (CPU, torch.bfloat16, False, "it needs the package numba: pip install numba"),
     ],
 )
-def test_packing_where_it_cannot_be_is_refused(
-    device: torch.device, dtype: torch.dtype, has_packed: bool, message: str, monkeypatch: pytest.MonkeyPatch
+def test_numba_s_kernels_where_they_cannot_be_are_refused(
+    device: torch.device, dtype: torch.dtype, has_it: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(kernel_choice, "has_packed_bf16", lambda: has_packed)
+    monkeypatch.setattr(kernel_choice, "has_numba", lambda: has_it)
     with pytest.raises(ValueError, match=message):
-        choose_ops("onednn", device=device, dtype=dtype, page_size=64)
+        choose_ops("numba", device=device, dtype=dtype, page_size=64)
 
 
 @pytest.mark.parametrize("name", ["reference", "triton"])

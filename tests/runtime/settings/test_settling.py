@@ -9,7 +9,8 @@ import pytest
 from ep import ExchangeConfig, Topology
 from runtime.settings.config import EngineConfig
 from runtime.settings.devices import ranks_a_device
-from runtime.settings.settling import Settled, memory_numbers, settle
+from runtime.settings.memory_numbers import memory_numbers
+from runtime.settings.settling import Settled, settle
 
 TINY = "profiles/models/tiny-v3"
 

@@ -1,27 +1,20 @@
-"""Whole engines with weights packed for oneDNN: the tokens of torch's plain ops wherever the model has a favourite, the
-bytes that the memory plan says, and the threads that were asked for."""
+"""Whole engines with Numba's kernels: the tokens of torch's ops wherever the model has a favourite, the bytes that the
+memory plan says, and the threads that were asked for."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-import attention_mla.packed
-import moe.packed
-from attention_mla.weights import HeadWeights
+from ep.cpu.panels import Packed
+from ep.cpu.threads import num_threads
 from runtime import CacheConfig, Engine, EngineConfig, RequestOutput, SamplingParams, thread_ranks
 from runtime.requests.request import Request
 
-packs_bf16 = pytest.mark.skipif(
-    not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
-    reason="no bf16 matmul of oneDNN here",
-)
 TINY = "profiles/models/tiny-v3"
 PROMPTS = [[5, 6, 7, 400], [11], [900, 3, 3, 41, 8, 120], list(range(300, 340))]
 NEAR = 0.25
@@ -52,43 +45,47 @@ def agreed(found: RequestOutput, wanted: RequestOutput) -> int:
     return len(found.token_ids)
 
 
-@packs_bf16
 def test_packed_weights_decode_to_the_tokens_of_plain_ones():
-    same = [agreed(found, wanted) for found, wanted in zip(decode("onednn"), decode("reference"), strict=True)]
+    same = [agreed(found, wanted) for found, wanted in zip(decode("numba"), decode("reference"), strict=True)]
     assert sum(same) >= 48, same
 
 
-@packs_bf16
-def test_the_plan_counts_the_bytes_that_are_packed(small_v3: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_request_has_the_same_bits_whoever_decodes_beside_it():
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, ignore_eos=True)
+    prompts = [
+        *PROMPTS,
+        *[[(13 * place + 7 * request) % 900 + 5 for place in range(3 + 9 * request)] for request in range(6)],
+    ]
+    with Engine(config("numba")) as engine:
+        together = engine.generate(prompts, params)
+        for prompt, beside in zip(prompts[::2], together[::2], strict=True):
+            (alone,) = engine.generate([prompt], params)
+            assert alone.token_ids == beside.token_ids
+            assert alone.logprobs == beside.logprobs
+
+
+def test_the_plan_counts_the_bytes_that_are_packed(monkeypatch: pytest.MonkeyPatch):
     packed: list[int] = []
+    empty = Packed.empty
 
-    def counting(pack: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def count(weight_ND: Tensor) -> Tensor:
-            packed.append(weight_ND.nbytes)
-            return pack(weight_ND)
+    def counting(*sizes: int, gated: bool = False) -> Packed:
+        room = empty(*sizes, gated=gated)
+        packed.append(room.panels_PKN.nbytes)
+        return room
 
-        return count
-
-    def heads_of(*halves: Tensor) -> HeadWeights:
-        packed.extend(half.nbytes for half in halves)
-        return HeadWeights(*halves)
-
-    for module in (attention_mla.packed, moe.packed):
-        monkeypatch.setattr(module, "_pack", counting(module._pack))
-    monkeypatch.setattr(attention_mla.packed, "HeadWeights", heads_of)
-    prompts = [[(7 * place + 31 * request) % 150 + 2 for place in range(60)] for request in range(4)]
-    with Engine(config("onednn", model=str(small_v3), load_format="dummy")) as engine:
+    monkeypatch.setattr(Packed, "empty", counting)
+    prompts = [[(7 * place + 31 * request) % 150 + 2 for place in range(90)] for request in range(4)]
+    with Engine(config("numba")) as engine:
         engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=2))
         assert sum(packed) == engine.plan.workspaces.packed
 
 
 @pytest.mark.parametrize("cpu_threads", [1, 2])
 def test_every_wave_computes_on_the_threads_that_were_asked_for(small_v3: Path, cpu_threads: int):
-    seen: set[int] = set()
+    seen: set[tuple[int, int]] = set()
 
     def drafter(request: Request) -> list[int]:  # called where the rank computes
-        torch.ones(8).add_(1)
-        seen.add(torch.get_num_threads())
+        seen.add((num_threads(), torch.get_num_threads()))
         return []
 
     before = torch.get_num_threads()
@@ -99,7 +96,7 @@ def test_every_wave_computes_on_the_threads_that_were_asked_for(small_v3: Path, 
                 engine.generate([[5, 6]], SamplingParams(temperature=0.0, max_tokens=4))
     finally:
         torch.set_num_threads(before)
-    assert seen == {cpu_threads}
+    assert seen == {(cpu_threads, 1)}
 
 
 def test_the_thread_that_loads_weights_is_gone_when_ranks_compute(small_v3: Path, monkeypatch: pytest.MonkeyPatch):
