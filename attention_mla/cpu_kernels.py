@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from ep.cpu.calls import kernel
-from ep.cpu.dots import SUMS, WIDTH, dots, largest, pair_up
+from ep.cpu.dots import SUMS, WIDTH, carry_on, dots, largest, pair_up
 from ep.cpu.language import bits_double, claim, exp, fetch, floats, halves, longs, narrow, narrowed, widen
 from ep.cpu.panels import COLUMNS, LANES
 from ep.cpu.tile import tile
@@ -160,10 +160,15 @@ def _add_means(heads, share_rows, addresses, num_pairs, share_of, panels, panel,
             pair_up(one + column, other + column, panel + pair * COLUMNS * 4)
         tile(heads, share_rows, panel, num_pairs, sums)
         for head in range(heads):
-            mean, more = floats(means + (head * panels + number) * COLUMNS * 4), floats(sums + head * COLUMNS * 4)
-            share = share_of[head]
-            for n in range(COLUMNS):
-                mean[n] = mean[n] * share + more[n]
+            carry_on(means + (head * panels + number) * COLUMNS * 4, share_of[head], sums + head * COLUMNS * 4)
+
+
+@njit(error_model="numpy")
+def _write_scaled(values, scale, count, out):
+    """In bf16. Not with fastmath, which would divide by what scale is the inverse of."""
+    value, to = floats(values), halves(out)
+    for number in range(count):
+        to[number] = narrow(value[number] * scale)
 
 
 @kernel()
@@ -232,8 +237,6 @@ def attend(args):
             _add_means(heads, rows, here, pairs, share_of, panels, panel, sums, means, following, num_following)
             count = num_following
         for head in range(heads):
-            to, mean = halves(out + (first + head) * rank * 2), floats(means + head * panels * COLUMNS * 4)
-            share = ONE / total[head]
-            for c in range(rank):
-                to[c] = narrow(mean[c] * share)
+            mean = means + head * panels * COLUMNS * 4
+            _write_scaled(mean, ONE / total[head], rank, out + (first + head) * rank * 2)
     memory[0], addresses[0] = 0, 0  # they are freed after their last use, and an address is none

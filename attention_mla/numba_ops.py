@@ -17,6 +17,7 @@ from torch import Tensor
 from ep.cpu.calls import words_of
 from ep.cpu.matmul import linear, multiply
 from ep.cpu.panels import Packed, pack
+from ep.cpu.threads import num_threads, torch_threads
 from ep.cpu.tile import ROWS
 
 from .cache import LatentCache
@@ -34,8 +35,11 @@ from .weights import MlaWeights
 
 __all__ = ["NumbaOps"]
 
-SHORT = 64
+SHORT = 256
 """Tokens of a prompt up to which it runs as decode rows."""
+PART_ROWS = 256
+"""Rows whose queries and means over latents exist at once: few enough to stay in a CPU's cache, and not to be memory
+that is fresh at every call."""
 NORM_VALUES = 4096
 """That a thread norms at a time."""
 APPENDED = 4
@@ -43,16 +47,23 @@ APPENDED = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttendPlan:
-    """What runs as decode rows in a step, longest context first; and the prompts that do not."""
+class Part:
+    """Rows that run at once, longest context first."""
 
-    tokens_R: Column
-    everything: bool
-    """Every token is a row."""
-    queries_R: Column
-    """Where a row's queries are: in T, or in R where not every token is a row."""
+    rows: slice
+    order_R: Column
+    """Where among these rows each one's query is."""
     positions_R: Column
     pages_RG: Column
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttendPlan:
+    """What runs as decode rows in a step, and the prompts that do not."""
+
+    tokens_R: Column | None
+    """Of T, ascending; None where every token is a row."""
+    parts: tuple[Part, ...]
     prompts: tuple[Prompt, ...]
 
 
@@ -72,18 +83,8 @@ class NumbaOps(ReferenceOps):
         for prompt in prompts:
             is_row_T[prompt.tokens] = False
         (tokens_R,) = is_row_T.nonzero()
-        positions_T, slots_T = view.tokens.positions_T, view.tokens.slots_T
-        tokens_R = tokens_R[(-positions_T[tokens_R]).argsort(kind="stable")]
-        positions_R = positions_T[tokens_R]
-        num_pages = int(positions_R.max(initial=0)) // view.table.page_size + 1
-        return AttendPlan(
-            tokens_R=tokens_R,
-            everything=not prompts,
-            queries_R=np.arange(len(tokens_R)) if prompts else tokens_R,
-            positions_R=positions_R,
-            pages_RG=np.ascontiguousarray(view.table.pages_SG[slots_T[tokens_R], :num_pages]),
-            prompts=prompts,
-        )
+        parts = tuple([_part(view, tokens_R, begin) for begin in range(0, len(tokens_R), PART_ROWS)])
+        return AttendPlan(tokens_R=tokens_R if prompts else None, parts=parts, prompts=prompts)
 
     def append(
         self,
@@ -145,64 +146,63 @@ class NumbaOps(ReferenceOps):
     ) -> None:
         if cache.row.fp8:
             shared: dict[str, Any] = {"config": config, "cache": cache, "layer": layer, "view": view}
-            super().attend(queries, weights, plan=None, out_THV=out_THV, **shared)
+            with torch_threads():
+                super().attend(queries, weights, plan=None, out_THV=out_THV, **shared)
             return
-        if plan.everything:
-            self._attend_rows(queries, weights, plan, config=config, cache=cache, layer=layer, out_RHV=out_THV)
-            return
-        if len(plan.tokens_R):
+        shared = {"config": config, "cache": cache, "layer": layer}
+        if plan.tokens_R is None:
+            self._attend_rows(queries, weights, plan.parts, out_RHV=out_THV, **shared)
+        elif plan.parts:
             tokens_R = torch.from_numpy(plan.tokens_R)
             heads_RHV = out_THV.new_empty(len(plan.tokens_R), *out_THV.shape[1:])
-            own = queries.take(tokens_R)
-            self._attend_rows(own, weights, plan, config=config, cache=cache, layer=layer, out_RHV=heads_RHV)
+            self._attend_rows(queries.take(tokens_R), weights, plan.parts, out_RHV=heads_RHV, **shared)
             out_THV.index_copy_(0, tokens_R, heads_RHV)
-        for prompt in plan.prompts:
-            out_THV[prompt.tokens] = flash_attention(
-                queries.part(prompt.tokens),
-                weights,
-                latents=cache.rows(layer),
-                prompt=prompt,
-                softmax_scale=config.softmax_scale,
-            )
+        if plan.prompts:
+            over = {"latents": cache.rows(layer), "softmax_scale": config.softmax_scale}
+            with torch_threads():
+                for prompt in plan.prompts:
+                    part = queries.part(prompt.tokens)
+                    out_THV[prompt.tokens] = flash_attention(part, weights, prompt=prompt, **over)
 
     def _attend_rows(
         self,
         queries: Queries,
         weights: MlaWeights,
-        plan: AttendPlan,
+        parts: tuple[Part, ...],
         *,
         config: MlaConfig,
         cache: LatentCache,
         layer: int,
         out_RHV: Tensor,
     ) -> None:
-        """Queries and out as `plan.queries_R` counts them."""
         w_uk, w_uv = self._packed_heads(weights)
-        num_rows, num_heads, rank = out_RHV.shape[0], config.num_heads, config.kv_lora_rank
-        absorbed_RHC, mean_RHC = out_RHV.new_empty(2, num_rows, num_heads, rank)
-        multiply(queries.nope_THN.transpose(0, 1), w_uk, absorbed_RHC.transpose(0, 1))
+        num_heads, rank = config.num_heads, config.kv_lora_rank
+        absorbed_RHC, mean_RHC = out_RHV.new_empty(2, min(PART_ROWS, out_RHV.shape[0]), num_heads, rank)
         rope_RHP, stored_NW = queries.rope_THP.contiguous(), cache.rows(layer).stored_NX
-        heads = _heads_at_once(num_rows, num_heads)
-        groups = -(-num_heads // heads)
-        attend(
-            len(plan.positions_R) * groups,
-            absorbed_RHC.data_ptr(),
-            rope_RHP.data_ptr(),
-            mean_RHC.data_ptr(),
-            plan.queries_R.ctypes.data,
-            groups,
-            heads,
-            plan.positions_R.ctypes.data,
-            plan.pages_RG.ctypes.data,
-            plan.pages_RG.shape[1],
-            cache.page_size,
-            stored_NW.data_ptr(),
-            rank,
-            config.qk_rope_head_dim,
-            num_heads,
-            *words_of(config.softmax_scale),
-        )
-        multiply(mean_RHC.transpose(0, 1), w_uv, out_RHV.transpose(0, 1))
+        for part in parts:
+            num_rows = len(part.order_R)
+            heads = _heads_at_once(num_rows, num_heads)
+            groups = -(-num_heads // heads)
+            multiply(queries.nope_THN[part.rows].transpose(0, 1), w_uk, absorbed_RHC[:num_rows].transpose(0, 1))
+            attend(
+                num_rows * groups,
+                absorbed_RHC.data_ptr(),
+                rope_RHP[part.rows].data_ptr(),
+                mean_RHC.data_ptr(),
+                part.order_R.ctypes.data,
+                groups,
+                heads,
+                part.positions_R.ctypes.data,
+                part.pages_RG.ctypes.data,
+                part.pages_RG.shape[1],
+                cache.page_size,
+                stored_NW.data_ptr(),
+                rank,
+                config.qk_rope_head_dim,
+                num_heads,
+                *words_of(config.softmax_scale),
+            )
+            multiply(mean_RHC[:num_rows].transpose(0, 1), w_uv, out_RHV[part.rows].transpose(0, 1))
 
     def linear(self, x: Rows, matrix: Matrix) -> Tensor:
         weight_ND = plain(matrix)
@@ -252,10 +252,24 @@ class NumbaOps(ReferenceOps):
         return self._heads[id(weights)][1:]
 
 
+def _part(view: PagedView, tokens_R: Column, begin: int) -> Part:
+    """The tokens from number `begin` on that run at once."""
+    rows = slice(begin, min(begin + PART_ROWS, len(tokens_R)))
+    positions_R, slots_R = view.tokens.positions_T[tokens_R[rows]], view.tokens.slots_T[tokens_R[rows]]
+    order_R = (-positions_R).argsort(kind="stable")
+    num_pages = int(positions_R.max()) // view.table.page_size + 1
+    return Part(
+        rows=rows,
+        order_R=order_R,
+        positions_R=positions_R[order_R],
+        pages_RG=np.ascontiguousarray(view.table.pages_SG[slots_R[order_R], :num_pages]),
+    )
+
+
 def _heads_at_once(num_rows: int, num_heads: int) -> int:
     """As many as share a row's latents best; half of that where threads would have nothing to do."""
     most = min(ROWS, MOST_HEADS)
-    if num_rows * -(-num_heads // most) < 2 * torch.get_num_threads():
+    if num_rows * -(-num_heads // most) < 2 * num_threads():
         most = min(most, 4)
     return most
 

@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from .panels import LANES
 from .tile import MULTIPLIES_PAIRS, times_of
 
-__all__ = ["SUMS", "WIDTH", "dots", "largest", "pair_up"]
+__all__ = ["SUMS", "WIDTH", "carry_on", "dots", "largest", "pair_up"]
 
 SUMS = LANES
 WIDTH = 2 * LANES
@@ -148,6 +148,25 @@ def _pair_up(_typing, _one, _other, _to):
 pair_up: Any = _pair_up
 """pair_up(one, other, to): 32 values of two rows, by turns: two inputs in a panel of `tile`, its outputs are the rows'
 columns."""
+
+
+@intrinsic
+def _carry_on(_typing, _sums, _share, _more):
+    def generate(context, builder, _signature, args):
+        sums, more = (builder.inttoptr(address, _FLOATS.as_pointer()) for address in (args[0], args[2]))
+        one = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), args[1], ir.Constant(_I32, 0))
+        share = builder.shuffle_vector(one, one, ir.Constant(_INTS, [0] * LANES))
+        for vector in range(WIDTH // LANES):
+            place = [ir.Constant(_I64, vector)]
+            before, added = (builder.load(builder.gep(each, place), align=4) for each in (sums, more))
+            builder.store(builder.fadd(builder.fmul(before, share), added), builder.gep(sums, place), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64), generate
+
+
+carry_on: Any = _carry_on
+"""carry_on(sums, share, more): COLUMNS float32 sums become sums * share + more."""
 
 
 @intrinsic

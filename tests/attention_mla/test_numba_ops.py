@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_mla import CacheFormat, LatentCache, MlaConfig, Queries, angles, attention_ops, rotate
+from attention_mla import CacheFormat, LatentCache, MlaConfig, Queries, angles, attention_ops, numba_ops, rotate
 from attention_mla.config import RopeConfig
 from attention_mla.latent_rows import Latents
 from attention_mla.numba_ops import SHORT, NumbaOps
@@ -124,6 +124,7 @@ SIZES: list[Any] = [
     pytest.param({}, id="odd"),
     pytest.param({"num_heads": 1, "kv_lora_rank": 1, "qk_rope_head_dim": 2}, id="smallest"),
     pytest.param({"num_heads": 8, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "v_head_dim": 16}, id="even"),
+    pytest.param({"num_heads": 2, "kv_lora_rank": 26, "qk_rope_head_dim": 6}, id="a-vector-wide"),
     pytest.param({"num_heads": 13, "kv_lora_rank": 70, "qk_rope_head_dim": 26, "v_head_dim": 33}, id="whole-width"),
 ]
 
@@ -234,7 +235,7 @@ def test_a_block_is_as_near_the_truth_as_the_one_in_torch(
     make_config: Callable[..., MlaConfig],
 ):
     config = make_config(q_lora_rank=q_lora_rank, **({"kv_lora_rank": 128} if fp8 else {}))
-    inputs = [hidden(160, seed=seed, dtype=torch.bfloat16, config=config) for seed in range(3)]
+    inputs = [hidden(2 * SHORT + 20, seed=seed, dtype=torch.bfloat16, config=config) for seed in range(3)]
     found, plain = (
         torch.cat(
             rank_of(inputs, config=config, poison=float("nan"), fp8=fp8, ops=attention_ops(name)).run(steps)
@@ -266,3 +267,10 @@ def test_places_that_are_written_are_not_cleared_at_the_same_time():
     view = view_of([Span(2, 6, [1, 0], written=7)], page_size=4)
     assert view.places_T.tolist() == [0, 1]
     assert set(view.cleared_alone_J.tolist()) == {2, 3}
+
+
+def test_rows_may_run_in_parts(make_config: Callable[..., MlaConfig], monkeypatch: pytest.MonkeyPatch):
+    step = Step(make_config(), [5, 70, 12, 1, 33], page_size=16)
+    wanted = step.attend(step.spans)
+    monkeypatch.setattr(numba_ops, "PART_ROWS", 2)
+    assert torch.equal(step.attend(step.spans), wanted)
