@@ -75,7 +75,7 @@ def test_a_path_of_one_machine_is_seen(line, seen):
     assert bool(MACHINE_PATHS.search(line)) == seen
 
 
-CALLED_FROM_OUTSIDE = {"add_registered_method_handlers"}
+CALLED_FROM_OUTSIDE = {"add_registered_method_handlers", "_to_string"}
 """By a library, under a name that it chose."""
 
 
