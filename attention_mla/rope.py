@@ -37,11 +37,17 @@ class Rotation:
 
 
 def angles(config: RopeConfig, dim: int, positions_T: Tensor, dtype: torch.dtype) -> Rotation:
-    """The rotation of tokens at `positions_T` (int64) for `dim` = P rotary dims, in the wide dtype of a `dtype` run."""
-    frequencies_P2 = _frequencies(config, dim, wide(dtype), positions_T.device)
-    angles_TP2 = positions_T.to(frequencies_P2.dtype).unsqueeze(-1) * frequencies_P2
-    scale = 1.0 if config.scaling is None else config.scaling.table_scale
-    return Rotation(turn_TP2=torch.complex(angles_TP2.cos() * scale, angles_TP2.sin() * scale))
+    """The rotation of tokens at `positions_T` (int64) for `dim` = P rotary dims, in the wide dtype of a `dtype` run.
+
+    On a CPU it is looked up, in a table that has twice the length whenever a position lies past its end: a sine is a
+    call into another library, with threads of its own. A negative position, which is padding, turns as 0 does.
+    """
+    if positions_T.device.type != "cpu":
+        return Rotation(turn_TP2=_turns(config, dim, wide(dtype), positions_T))
+    if not positions_T.shape[0]:
+        return Rotation(turn_TP2=_table(config, dim, wide(dtype), 0)[:0])
+    length = 1 << max(int(positions_T.max()), _SHORTEST_TABLE - 1).bit_length()
+    return Rotation(turn_TP2=_table(config, dim, wide(dtype), length).index_select(0, positions_T.clamp(min=0)))
 
 
 def rotate(x: Tensor, rotation: Rotation, interleaved: bool) -> Tensor:
@@ -56,6 +62,23 @@ def rotate(x: Tensor, rotation: Rotation, interleaved: bool) -> Tensor:
         return torch.view_as_real(turned).flatten(-2).to(x.dtype)
     turned = torch.complex(*x_wide.chunk(2, dim=-1)) * turn
     return torch.cat((turned.real, turned.imag), dim=-1).to(x.dtype)
+
+
+_SHORTEST_TABLE = 1024
+
+
+@functools.lru_cache(maxsize=8)
+def _table(config: RopeConfig, dim: int, dtype: torch.dtype, length: int) -> Tensor:
+    """[length, P2] turns of all positions from 0 on."""
+    with torch.inference_mode(False):
+        return _turns(config, dim, dtype, torch.arange(length))
+
+
+def _turns(config: RopeConfig, dim: int, dtype: torch.dtype, positions_T: Tensor) -> Tensor:
+    frequencies_P2 = _frequencies(config, dim, dtype, positions_T.device)
+    angles_TP2 = positions_T.to(frequencies_P2.dtype).unsqueeze(-1) * frequencies_P2
+    scale = 1.0 if config.scaling is None else config.scaling.table_scale
+    return torch.complex(angles_TP2.cos() * scale, angles_TP2.sin() * scale)
 
 
 @functools.lru_cache(maxsize=64)

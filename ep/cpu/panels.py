@@ -11,6 +11,8 @@ Legend: K inputs, N outputs, F outputs of a gated pair, G groups of weights alik
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +41,9 @@ class Packed:
     def empty(cls, num_groups: int, num_outputs: int, num_inputs: int, *, gated: bool = False) -> Packed:
         """Room for weights."""
         num_panels = -(-num_outputs // (LANES if gated else COLUMNS))
-        shape = (num_groups * num_panels, -(-num_inputs // 2), COLUMNS, 2)
-        return cls(torch.empty(shape, dtype=torch.bfloat16), num_groups, num_outputs, gated)
+        panels_PKN = torch.empty(num_groups * num_panels, -(-num_inputs // 2), COLUMNS, 2, dtype=torch.bfloat16)
+        _ask_for_huge_pages(panels_PKN)
+        return cls(panels_PKN, num_groups, num_outputs, gated)
 
     def fill(self, group: int, weight_NK: Tensor) -> None:
         """One group's weight [N, K]; of a gated pair [2F, K], gate first. Asserts bfloat16."""
@@ -70,6 +73,18 @@ def packed_bytes(num_outputs: int, num_inputs: int, *, gated: bool = False) -> i
     """Bytes of one group."""
     num_panels = -(-num_outputs // (LANES if gated else COLUMNS))
     return num_panels * -(-num_inputs // 2) * 2 * COLUMNS * torch.bfloat16.itemsize
+
+
+_HUGE_PAGE = 2 << 20
+
+
+def _ask_for_huge_pages(room: Tensor) -> None:
+    """Weights are read from one end to the other: with ordinary pages a processor looks up addresses for up to a fifth
+    of that time. Advice, which the system may ignore; memory beside is advised with it, where a page reaches there."""
+    begin = room.data_ptr() // _HUGE_PAGE * _HUGE_PAGE
+    end = -(-(room.data_ptr() + room.nbytes) // _HUGE_PAGE) * _HUGE_PAGE
+    if room.nbytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE)
 
 
 def _filled(packed: Packed, weights: tuple[Tensor, ...]) -> Packed:
