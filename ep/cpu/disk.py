@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -22,12 +24,24 @@ def kept(signature: Any, function: Callable[..., Any], **options: Any) -> Any:
     """The function as C calls it (`numba.cfunc`): found on disk, or compiled now and kept where that can be."""
     begin, folder = time.monotonic(), _folder(Path(function.__code__.co_filename))
     settings: Any = import_module("numba.core.config")
-    before, settings.CACHE_DIR = settings.CACHE_DIR, folder or ""
-    try:
-        return numba.cfunc(signature, cache=folder is not None, error_model="numpy", **options)(function)
-    finally:
-        settings.CACHE_DIR = before
-        _SPENT_S.append(time.monotonic() - begin)
+    with _one_at_a_time(folder):
+        before, settings.CACHE_DIR = settings.CACHE_DIR, folder or ""
+        try:
+            return numba.cfunc(signature, cache=folder is not None, error_model="numpy", **options)(function)
+        finally:
+            settings.CACHE_DIR = before
+            _SPENT_S.append(time.monotonic() - begin)
+
+
+@contextmanager
+def _one_at_a_time(folder: str | None) -> Iterator[None]:
+    """The ranks of a node start together: one compiles, and others find what it left. Who ends lets go."""
+    with ExitStack() as held:
+        if folder is not None:
+            lock = held.enter_context(open(Path(folder) / "lock", "w"))
+            with suppress(OSError):  # a file system without locks: everybody compiles
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def note() -> str | None:

@@ -1,7 +1,12 @@
 """What was compiled is found again by the next start, but not by that of other sources."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from numba import types
@@ -9,6 +14,7 @@ from numba import types
 from ep.cpu import disk
 from ep.cpu.calls import Kernel
 
+ROOT = Path(__file__).resolve().parents[3]
 CALL = types.void(types.CPointer(types.int64))
 
 
@@ -31,6 +37,39 @@ def test_what_is_compiled_is_kept_under_the_sources_it_came_from(home: Path):
     changed = home / "changed.py"
     changed.write_text("another source")
     assert disk._folder(changed) not in (None, str(folder))
+
+
+PROGRAM = """
+import time
+from numba import types
+from ep.cpu import disk
+
+compile_now = disk.numba.cfunc
+
+def slow(*args, **options):
+    print(time.monotonic())
+    time.sleep(0.3)
+    print(time.monotonic())
+    return compile_now(*args, **options)
+
+def nothing(args):
+    return
+
+disk.numba.cfunc = slow
+disk.kept(types.void(types.CPointer(types.int64)), nothing)
+"""
+
+
+@pytest.mark.timeout(90)
+def test_processes_that_start_together_compile_one_after_the_other(tmp_path: Path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    given: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen([sys.executable, program], **given) for _ in range(3)]
+    spans = sorted([tuple(map(float, each.communicate(timeout=80)[0].split())) for each in running])
+    assert [each.returncode for each in running] == [0, 0, 0]
+    assert all(earlier[1] <= later[0] for earlier, later in pairwise(spans)), spans
 
 
 def test_where_nobody_may_write_kernels_are_compiled_at_every_start(home: Path):
