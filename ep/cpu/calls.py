@@ -14,31 +14,30 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
-from typing import Any
 
 from numba import types
 
-from .disk import kept
+from .disk import Code, kept
 from .team import team_of_this_thread
 from .threads import num_threads
 
 __all__ = ["Kernel", "kernel", "words_of"]
 
 _CALL = types.void(types.CPointer(types.int64))
+_C_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _FAST = {"reassoc", "contract", "nsz"}
 
 
 class Kernel:
     """A compiled function of a call's memory."""
 
-    def __init__(self, compiled: Any) -> None:
-        self._compiled = compiled  # kept: its code lives as long as it does
-        self._alone = compiled.ctypes
+    def __init__(self, code: Code) -> None:
+        self._code = code
 
     @property
     def address(self) -> int:
         """Of its code."""
-        return self._compiled.address
+        return self._code.address
 
     def __call__(self, num_pieces: int, *args: int) -> None:
         """Do `num_pieces` pieces of work, all of them when this returns. Other Python threads run meanwhile."""
@@ -47,7 +46,7 @@ class Kernel:
         if helpers > 0:
             team_of_this_thread().call(self.address, ctypes.addressof(memory), helpers=helpers)
         else:
-            self._alone(memory)
+            self._code.call(memory)
 
 
 def kernel(*, fast: bool = True) -> Callable[[Callable[..., None]], Kernel]:
@@ -55,7 +54,7 @@ def kernel(*, fast: bool = True) -> Callable[[Callable[..., None]], Kernel]:
     NaN and infinity count as ever."""
 
     def compiled(function: Callable[..., None]) -> Kernel:
-        return Kernel(kept(_CALL, function, fastmath=_FAST if fast else set()))
+        return Kernel(kept(_CALL, _C_CALL, function, fastmath=_FAST if fast else set()))
 
     return compiled
 

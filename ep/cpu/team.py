@@ -22,7 +22,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from .disk import kept
+from .disk import Code, kept
 from .language import add, load, store
 
 __all__ = ["Team", "team_of_this_thread"]
@@ -125,9 +125,14 @@ def _lead(team, function, args):
 
 
 _I64 = types.int64
-_HELP, _LEAD, _FINISH = (
-    kept(_I64(*[_I64] * number), function) for number, function in ((1, _help), (3, _lead), (1, _end))
-)
+
+
+def _in_c(function: Any, num_args: int) -> Code:
+    words = num_args * [ctypes.c_int64]
+    return kept(_I64(*num_args * [_I64]), ctypes.CFUNCTYPE(ctypes.c_int64, *words), function)
+
+
+_HELP, _LEAD, _FINISH = _in_c(_help, 1), _in_c(_lead, 3), _in_c(_end, 1)
 _MEMORY: list[Any] = []
 """Of all teams: helpers look at it until they notice that theirs has ended, so that none is given back."""
 _LOCAL = threading.local()
@@ -143,14 +148,14 @@ class Team:
         self._address = start + -start % 64
         self._helpers = 0
         _C.sem_init(ctypes.c_void_p(self._address + _SEMAPHORE), 0, 0)
-        weakref.finalize(self, _FINISH.ctypes, self._address)
+        weakref.finalize(self, _FINISH.call, self._address)
 
     def call(self, function: int, args: int, *, helpers: int) -> None:
         """A compiled function of one address, by this thread and so many others. It must not matter who does what.
         OSError if there can be no such threads."""
         while self._helpers < helpers:
             self._start()
-        _LEAD.ctypes(self._address, function, args)
+        _LEAD.call(self._address, function, args)
 
     @property
     def num_sleeping(self) -> int:
