@@ -14,6 +14,7 @@ calls has a team of its own, which ends with it; what calls are made of is in `c
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import weakref
 from typing import Any
@@ -136,6 +137,14 @@ _HELP, _LEAD, _FINISH = _in_c(_help, 1), _in_c(_lead, 3), _in_c(_end, 1)
 _MEMORY: list[Any] = []
 """Of all teams: helpers look at it until they notice that theirs has ended, so that none is given back."""
 _LOCAL = threading.local()
+
+
+def _forget() -> None:
+    """Helpers stay with the parent: a forked child starts its own."""
+    _LOCAL.__dict__.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 class Team:

@@ -1,6 +1,8 @@
 """Helpers of a call: they come where they are wanted, are not missed where they are not, and end with their thread."""
 
 import ctypes
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +12,7 @@ import pytest
 
 from ep.cpu.calls import kernel
 from ep.cpu.language import add, claim, load, store
-from ep.cpu.team import Team, team_of_this_thread
+from ep.cpu.team import _INSIDE, Team, team_of_this_thread
 
 
 @kernel()
@@ -157,3 +159,24 @@ def test_a_helper_that_has_begun_is_waited_for(torch_threads_are: Callable[[int]
         shared = words(3)
         late_piece(2, ctypes.addressof(shared))
         assert shared[1] == 1, "the call was over before its pieces"
+
+
+@pytest.mark.timeout(30)
+def test_a_forked_child_does_not_wait_for_helpers_that_only_its_parent_has(torch_threads_are: Callable[[int], None]):
+    def fork_and_call() -> None:
+        inside = ctypes.c_int64.from_address(team_of_this_thread()._address + _INSIDE)
+        inside.value += 1  # a helper that looks for work while the process is copied
+        child = os.fork()
+        if not child:
+            try:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(10)  # ends the child, which is in no position to run a handler
+                meet(2, ctypes.addressof(words(3)))
+                os._exit(0)
+            finally:
+                os._exit(1)
+        inside.value -= 1
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    torch_threads_are(2)
+    in_a_thread(fork_and_call)
