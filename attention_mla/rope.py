@@ -36,17 +36,18 @@ class Rotation:
         return self.turn_TP2.imag
 
 
-def angles(config: RopeConfig, dim: int, positions_T: Tensor, dtype: torch.dtype) -> Rotation:
+def angles(
+    config: RopeConfig, dim: int, positions_T: Tensor, dtype: torch.dtype, *, last: int | None = None
+) -> Rotation:
     """The rotation of tokens at `positions_T` (int64) for `dim` = P rotary dims, in the wide dtype of a `dtype` run.
 
-    On a CPU it is looked up, in a table that has twice the length whenever a position lies past its end: a sine is a
-    call into another library, with threads of its own. A negative position, which is padding, turns as 0 does.
+    With `last`, the largest of the positions, it is looked up on a CPU, in a table that has twice the length whenever a
+    position lies past its end: a sine is a call into another library, with threads of its own. A negative position,
+    which is padding, turns as 0 does then.
     """
-    if positions_T.device.type != "cpu":
+    if last is None:
         return Rotation(turn_TP2=_turns(config, dim, wide(dtype), positions_T))
-    if not positions_T.shape[0]:
-        return Rotation(turn_TP2=_table(config, dim, wide(dtype), 0)[:0])
-    length = 1 << max(int(positions_T.max()), _SHORTEST_TABLE - 1).bit_length()
+    length = 1 << max(last, _SHORTEST_TABLE - 1).bit_length()
     return Rotation(turn_TP2=_table(config, dim, wide(dtype), length).index_select(0, positions_T.clamp(min=0)))
 
 

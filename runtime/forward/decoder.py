@@ -190,7 +190,9 @@ class Decoder:
         by = self._beside_rows if batch.cut else self._alone
         self._parts.enter(Part.ATTENTION)
         x_TD, update_TD = self.weights.embed_VD[batch.tokens_T], None
-        rotation = angles(self.model.mla.rope, self.model.mla.qk_rope_head_dim, batch.view.positions_T, self.dtype)
+        last = int(batch.view.tokens.positions_T.max(initial=0)) if self._ops == "numba" else None
+        mla, positions_T = self.model.mla, batch.view.positions_T
+        rotation = angles(mla.rope, mla.qk_rope_head_dim, positions_T, self.dtype, last=last)
         plan = by.attention.plan(batch.view, config=self.model.mla, dtype=self.dtype)
         counts, chosen = [], []
         num_pairs = 0

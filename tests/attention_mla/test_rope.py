@@ -147,3 +147,14 @@ def test_no_tokens_turn_into_no_tokens() -> None:
     rotation = angles(RopeConfig(theta=100.0), 6, torch.arange(0), torch.float32)
     assert rotate(torch.zeros(0, 2, 6), rotation, True).shape == (0, 2, 6)
     assert rotate(torch.zeros(0, 6), rotation, False).shape == (0, 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_turns_that_are_looked_up_are_those_that_are_computed(dtype):
+    config = RopeConfig(theta=10000.0)
+    for positions in ([], [0], [5, 1023, 3], [1024, 7], [9000, 2, 2]):
+        positions_T = torch.tensor(positions, dtype=torch.int64)
+        found = angles(config, 64, positions_T, dtype, last=max(positions, default=0)).turn_TP2
+        torch.testing.assert_close(found, angles(config, 64, positions_T, dtype).turn_TP2, rtol=0, atol=1e-6)
+    padded = angles(config, 64, torch.tensor([-1, 0]), dtype, last=0).turn_TP2
+    assert torch.equal(padded[0], padded[1])
