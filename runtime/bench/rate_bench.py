@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.functional import linear
 
 from attention_mla import (
     CacheFormat,
@@ -36,7 +35,10 @@ from attention_mla import (
     mla_shapes,
 )
 from attention_mla.reference import Queries
-from moe import ExpertBank
+from ep import Arrivals
+from ep.combine import Journey
+from ep.rows import RunCodec
+from moe import ExpertBank, moe_ops
 
 from ..costs.costs import StepCosts, StepShape, StepTime
 from ..costs.curves import Curve
@@ -47,6 +49,7 @@ from ..model.model_config import ModelConfig, read_model_config
 from ..requests.sampling_params import SamplingParams
 from ..scheduling.scheduler import SchedulerConfig
 from ..settings.config import CacheConfig, EngineConfig
+from ..settings.kernel_choice import choose_ops
 from ..weights.hardware import Hardware
 
 _MILLION = 1e6
@@ -138,9 +141,11 @@ def _product_curve(sizes: RateSizes) -> Curve:
     weights = [torch.full((outputs, inputs), 0.01, dtype=torch.bfloat16) for _ in range(sizes.num_products)]
     millions = sizes.num_products * outputs * inputs / _MILLION
 
+    ops = attention_ops(_usual_ops())
+
     def work(tokens: int) -> Callable[[], object]:
         x_TD = torch.ones(tokens, inputs, dtype=torch.bfloat16)
-        return lambda: [linear(x_TD, weight) for weight in weights]
+        return lambda: [ops.linear(x_TD, weight) for weight in weights]
 
     taken = _in_turns([work(tokens) for tokens in sizes.tokens], tries=sizes.tries)
     return _curve(sizes.tokens, [us / millions for us in taken])
@@ -163,10 +168,18 @@ def _bank(num_experts: int, hidden: int, width: int) -> ExpertBank:
 
 
 def _experts_work(bank: ExpertBank, rows: int) -> Callable[[], object]:
-    number = rows * bank.num_slots
-    x_ND = torch.ones(number, bank.gate_up_L2FD.shape[2], dtype=torch.bfloat16)
-    rows_M = torch.arange(number)
-    return lambda: bank.apply(x_ND, rows_M, rows_M % bank.num_slots)
+    number, codec = rows * bank.num_slots, RunCodec(bank.gate_up_L2FD.shape[2], torch.bfloat16)
+    x_ND = torch.ones(number, codec.hidden, dtype=torch.bfloat16)
+    slots_N1, source_N = (torch.arange(number) % bank.num_slots).unsqueeze(1), torch.zeros(number, dtype=torch.int64)
+    weights_N1 = torch.ones(number, 1)
+    journey = Journey((), weights_N1, weights_N1)
+    ops = moe_ops(_usual_ops())
+
+    def work() -> object:
+        arrivals = Arrivals(codec, codec.encode(x_ND, torch.bfloat16), slots_N1, weights_N1, source_N, journey)
+        return ops.experts(arrivals, bank, rows_per_slot=rows)
+
+    return work
 
 
 def _core_curve(sizes: RateSizes, product_us: Curve) -> Curve:
@@ -193,13 +206,18 @@ def _core_work(sizes: RateSizes, context: int) -> Callable[[], object]:
     spans = Spans(
         slots_B=np.arange(requests), num_tokens_B=ones_B, context_B=context * ones_B, written_B=(context - 1) * ones_B
     )
-    view, ops = PagedView.build(spans, table), attention_ops("reference")
+    view, ops = PagedView.build(spans, table), attention_ops(_usual_ops())
     plan = ops.plan(view, config=config, dtype=torch.bfloat16)
     queries = Queries(nope_THN=_full(requests, sizes.heads, 128), rope_THP=_full(requests, sizes.heads, 64))
     weights, out_THV = _mla_weights(config), _full(requests, sizes.heads, 128)
     return lambda: ops.attend(
         queries, weights, plan=plan, config=config, cache=cache, layer=0, view=view, out_THV=out_THV
     )
+
+
+def _usual_ops() -> str:
+    """What an engine computes with here, in the format that is measured."""
+    return choose_ops("auto", device=torch.device("cpu"), dtype=torch.bfloat16, page_size=CacheConfig().block_size)
 
 
 def _full(*shape: int) -> torch.Tensor:
