@@ -12,7 +12,6 @@ Letters: T tokens here, R decode rows, H heads, S context positions, C latent ra
 N query/key head size without rope, V value head size, Q = N + P.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -132,11 +131,10 @@ def naive_attention(
     latents: LatentRows,
     prompt: Prompt,
     softmax_scale: float,
-    linear: Callable[[Tensor, Tensor], Tensor] = functional.linear,
 ) -> Tensor:
     """A prompt's tokens over their context and themselves, all read back from the cache; [T, H, V] in the run dtype.
 
-    `queries` are the prompt's tokens only; `latents` is one layer of the cache; `linear` takes (rows, weight).
+    `queries` are the prompt's tokens only; `latents` is one layer of the cache.
     """
     query_HTQ = torch.cat((queries.nope_THN, queries.rope_THP), dim=-1).transpose(0, 1)
     query_HTQ = query_HTQ.to(wide(query_HTQ.dtype)) * softmax_scale
@@ -144,7 +142,7 @@ def naive_attention(
 
     merged: list[Partial] = []
     for chunk in prompt.chunks:
-        keys_HQS, values_HSV = _up_project(latents.take(chunk.places_S), weights, linear)
+        keys_HQS, values_HSV = _up_project(latents.take(chunk.places_S), weights)
         for number, bias_TS in enumerate(chunk.biases, start=chunk.first_block):
             scores_HTS = torch.bmm(blocks[number], keys_HQS)
             if bias_TS is not None:
@@ -157,12 +155,10 @@ def naive_attention(
     return torch.cat([part.mean for part in merged], dim=1).transpose(0, 1).to(latents.dtype)
 
 
-def _up_project(
-    latents_SW: Tensor, weights: MlaWeights, linear: Callable[[Tensor, Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
+def _up_project(latents_SW: Tensor, weights: MlaWeights) -> tuple[Tensor, Tensor]:
     """Keys [H, Q, S] and values [H, S, V] of some positions, wide."""
     heads, nope, rank = weights.w_uk_HNC.shape
-    up_SHU = linear(latents_SW[:, :rank], weights.kv_b_UC).unflatten(-1, (heads, -1))
+    up_SHU = functional.linear(latents_SW[:, :rank], weights.kv_b_UC).unflatten(-1, (heads, -1))
     rope_SHP = latents_SW[:, None, rank:].expand(-1, heads, -1)
     keys_SHQ = torch.cat((up_SHU[..., :nope], rope_SHP), dim=-1)
     dtype = wide(latents_SW.dtype)

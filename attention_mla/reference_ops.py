@@ -67,7 +67,7 @@ class ReferenceOps:
             out_THV.index_copy_(0, rows.tokens_R, heads_RHV)
         for prompt in view.prompts:
             part = queries.part(prompt.tokens)
-            out_THV[prompt.tokens] = naive_attention(part, weights, prompt=prompt, linear=self.linear, **over)
+            out_THV[prompt.tokens] = naive_attention(part, weights, prompt=prompt, **over)
 
     def linear(self, x: Rows, matrix: Matrix) -> Tensor:
         return functional.linear(plain(x), plain(matrix))
