@@ -16,7 +16,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from .panels import LANES
-from .tile import MULTIPLIES_PAIRS, times_of
+from .tile import FLOATS, INT32, INT64, INTS, MULTIPLIES_PAIRS, summed_over, times_of
 
 __all__ = ["SUMS", "WIDTH", "carry_on", "dots", "largest", "pair_up"]
 
@@ -24,8 +24,7 @@ SUMS = LANES
 WIDTH = 2 * LANES
 """Rows are a multiple of so many values wide."""
 
-_I32, _I64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
-_FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_I32, LANES)
+_FLOAT = ir.FloatType()
 _HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
 _HALVINGS = (
     ([0, 16, 1, 17], [2, 18, 3, 19]),
@@ -51,8 +50,8 @@ def _added_up(builder: ir.IRBuilder, vectors: list[Any]) -> Any:
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
         vectors = [
             builder.fadd(
-                builder.shuffle_vector(one, other, ir.Constant(_INTS, first)),
-                builder.shuffle_vector(one, other, ir.Constant(_INTS, second)),
+                builder.shuffle_vector(one, other, ir.Constant(INTS, first)),
+                builder.shuffle_vector(one, other, ir.Constant(INTS, second)),
             )
             for one, other in pairs
         ]
@@ -69,38 +68,29 @@ def _dots_of(num_queries: int, *, multiplies_pairs: bool) -> Any:
             queries, query_bytes, table, num_vectors, sums, sums_bytes = args
 
             def at(begin, stride, number):
-                return builder.add(begin, builder.mul(stride, ir.Constant(_I64, number)))
+                return builder.add(begin, builder.mul(stride, ir.Constant(INT64, number)))
 
-            table = builder.inttoptr(table, _I64.as_pointer())
+            table = builder.inttoptr(table, INT64.as_pointer())
             asked = [
-                builder.inttoptr(at(queries, query_bytes, number), _INTS.as_pointer()) for number in range(num_queries)
+                builder.inttoptr(at(queries, query_bytes, number), INTS.as_pointer()) for number in range(num_queries)
             ]
             rows = [
-                builder.inttoptr(builder.load(builder.gep(table, [ir.Constant(_I64, m)])), _INTS.as_pointer())
+                builder.inttoptr(builder.load(builder.gep(table, [ir.Constant(INT64, m)])), INTS.as_pointer())
                 for m in range(num_rows)
             ]
-            entry, loop = builder.block, builder.append_basic_block("vectors")
-            after = builder.append_basic_block("multiplied")
-            builder.branch(loop)
-            builder.position_at_end(loop)
-            place = builder.phi(_I64)
-            place.add_incoming(ir.Constant(_I64, 0), entry)
-            before = [builder.phi(_FLOATS) for _ in range(SUMS)]
-            values = [builder.load(builder.gep(row, [place]), align=4) for row in rows]
-            now = []
-            for number, query in enumerate(asked):
-                vector = builder.load(builder.gep(query, [place]), align=4)
-                now += [times(builder, before[number * num_rows + m], vector, value) for m, value in enumerate(values)]
-            following = builder.add(place, ir.Constant(_I64, 1))
-            place.add_incoming(following, loop)
-            for old, new in zip(before, now, strict=True):
-                old.add_incoming(ir.Constant(_FLOATS, [0.0] * LANES), entry)
-                old.add_incoming(new, loop)
-            builder.cbranch(builder.icmp_signed("<", following, num_vectors), loop, after)
-            builder.position_at_end(after)
+
+            def more(place, sums_before):
+                values = [builder.load(builder.gep(row, [place]), align=4) for row in rows]
+                now = []
+                for number, query in enumerate(asked):
+                    vector, first = builder.load(builder.gep(query, [place]), align=4), number * num_rows
+                    now += [times(builder, sums_before[first + m], vector, value) for m, value in enumerate(values)]
+                return now
+
+            now = summed_over(builder, num_vectors, SUMS, more)
             summed, some = _added_up(builder, now), ir.VectorType(_FLOAT, num_rows)
             for number in range(num_queries):
-                lanes = ir.Constant(ir.VectorType(_I32, num_rows), [number * num_rows + m for m in range(num_rows)])
+                lanes = ir.Constant(ir.VectorType(INT32, num_rows), [number * num_rows + m for m in range(num_rows)])
                 out = builder.inttoptr(at(sums, sums_bytes, number), some.as_pointer())
                 builder.store(builder.shuffle_vector(summed, summed, lanes), out, align=4)
             return context.get_dummy_value()
@@ -138,8 +128,8 @@ def _pair_up(_typing, _one, _other, _to):
         one, other = builder.load(one, align=2), builder.load(other, align=2)
         for vector in range(2):
             lanes = [16 * vector + lane // 2 + 32 * (lane % 2) for lane in range(32)]
-            paired = builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(_I32, 32), lanes))
-            builder.store(paired, builder.gep(to, [ir.Constant(_I64, vector)]), align=2)
+            paired = builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(INT32, 32), lanes))
+            builder.store(paired, builder.gep(to, [ir.Constant(INT64, vector)]), align=2)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
@@ -153,11 +143,11 @@ columns."""
 @intrinsic
 def _carry_on(_typing, _sums, _share, _more):
     def generate(context, builder, _signature, args):
-        sums, more = (builder.inttoptr(address, _FLOATS.as_pointer()) for address in (args[0], args[2]))
-        one = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), args[1], ir.Constant(_I32, 0))
-        share = builder.shuffle_vector(one, one, ir.Constant(_INTS, [0] * LANES))
+        sums, more = (builder.inttoptr(address, FLOATS.as_pointer()) for address in (args[0], args[2]))
+        one = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), args[1], ir.Constant(INT32, 0))
+        share = builder.shuffle_vector(one, one, ir.Constant(INTS, [0] * LANES))
         for vector in range(WIDTH // LANES):
-            place = [ir.Constant(_I64, vector)]
+            place = [ir.Constant(INT64, vector)]
             before, added = (builder.load(builder.gep(each, place), align=4) for each in (sums, more))
             builder.store(builder.fadd(builder.fmul(before, share), added), builder.gep(sums, place), align=4)
         return context.get_dummy_value()
@@ -175,24 +165,24 @@ def _largest(_typing, _address, _num_vectors):
         def larger(one, other):
             return builder.select(builder.fcmp_ordered(">", one, other), one, other)
 
-        vectors = builder.inttoptr(args[0], _FLOATS.as_pointer())
+        vectors = builder.inttoptr(args[0], FLOATS.as_pointer())
         entry, loop = builder.block, builder.append_basic_block("compared")
         after = builder.append_basic_block("over")
         first = builder.load(vectors, align=4)
         builder.branch(loop)
         builder.position_at_end(loop)
-        place, before = builder.phi(_I64), builder.phi(_FLOATS)
+        place, before = builder.phi(INT64), builder.phi(FLOATS)
         now = larger(builder.load(builder.gep(vectors, [place]), align=4), before)
-        following = builder.add(place, ir.Constant(_I64, 1))
-        for value, start, following_value in ((place, ir.Constant(_I64, 0), following), (before, first, now)):
+        following = builder.add(place, ir.Constant(INT64, 1))
+        for value, start, following_value in ((place, ir.Constant(INT64, 0), following), (before, first, now)):
             value.add_incoming(start, entry)
             value.add_incoming(following_value, loop)
         builder.cbranch(builder.icmp_signed("<", following, args[1]), loop, after)
         builder.position_at_end(after)
         for apart in (8, 4, 2, 1):
-            lanes = ir.Constant(_INTS, [(lane + apart) % LANES for lane in range(LANES)])
+            lanes = ir.Constant(INTS, [(lane + apart) % LANES for lane in range(LANES)])
             now = larger(builder.shuffle_vector(now, now, lanes), now)
-        return builder.extract_element(now, ir.Constant(_I32, 0))
+        return builder.extract_element(now, ir.Constant(INT32, 0))
 
     return types.float32(types.int64, types.int64), generate
 

@@ -17,6 +17,7 @@ __all__ = [
     "add",
     "bits_double",
     "claim",
+    "declared",
     "exp",
     "fetch",
     "floats",
@@ -41,6 +42,12 @@ _HALF, _ONE = np.float32(0.5), np.float32(1.0)
 _C2, _C3, _C4 = np.float32(0.5), np.float32(0.16666577), np.float32(0.04166646)
 _C5, _C6 = np.float32(0.00836321), np.float32(0.00139337)
 """Of e^r from r^2 on, fitted (Chebyshev) where |r| <= ln(2) / 2."""
+
+
+def declared(builder: ir.IRBuilder, name: str, result: Any, *arguments: Any) -> Any:
+    """A function of LLVM's own, for whoever writes in its words; declared once a module."""
+    known = builder.module.globals.get(name)
+    return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
 
 
 def _pointer_to(element: Any) -> Any:
@@ -126,9 +133,7 @@ store: Any = _store
 def _fetch(_typing, _address):
     def generate(context, builder, _signature, args):
         word, place = ir.IntType(32), ir.IntType(8).as_pointer()
-        given = ir.FunctionType(ir.VoidType(), [place, word, word, word])
-        name = "llvm.prefetch.p0i8"
-        prefetch = builder.module.globals.get(name) or ir.Function(builder.module, given, name)
+        prefetch = declared(builder, "llvm.prefetch.p0i8", ir.VoidType(), place, word, word, word)
         read, soon, data = (ir.Constant(word, number) for number in (0, 3, 1))
         builder.call(prefetch, [builder.inttoptr(args[0], place), read, soon, data])
         return context.get_dummy_value()

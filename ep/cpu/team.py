@@ -24,7 +24,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from .disk import Code, kept
-from .language import add, load, store
+from .language import add, declared, load, store
 
 __all__ = ["Team", "team_of_this_thread"]
 
@@ -51,9 +51,7 @@ def _call(_typing, _function, _args):
 def _pause(_typing):
     def generate(context, builder, _signature, _args):
         if builder.module.triple.startswith("x86_64"):
-            name = "llvm.x86.sse2.pause"
-            known = builder.module.globals.get(name)
-            builder.call(known or ir.Function(builder.module, ir.FunctionType(ir.VoidType(), []), name), [])
+            builder.call(declared(builder, "llvm.x86.sse2.pause", ir.VoidType()), [])
         return context.get_dummy_value()
 
     return types.void(), generate

@@ -12,9 +12,10 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from .language import declared
 from .panels import COLUMNS, LANES
 
-__all__ = ["MULTIPLIES_PAIRS", "ROWS", "tile", "tile_of", "times_of"]
+__all__ = ["FLOATS", "INT32", "INT64", "INTS", "MULTIPLIES_PAIRS", "ROWS", "summed_over", "tile", "tile_of", "times_of"]
 
 VECTORS = COLUMNS // LANES
 MULTIPLIES_PAIRS = bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))
@@ -22,8 +23,8 @@ MULTIPLIES_PAIRS = bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16
 ROWS = 12 if MULTIPLIES_PAIRS else 4
 """Rows of a tile: as many as leave all sums in registers."""
 
-_I32, _I64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
-_FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_I32, LANES)
+INT32, INT64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
+FLOATS, INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(INT32, LANES)
 
 
 class _BFloat(ir.types.Type):
@@ -42,21 +43,16 @@ class _BFloat(ir.types.Type):
 _PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
-def _function(builder: ir.IRBuilder, name: str, result: Any, *arguments: Any) -> Any:
-    known = builder.module.globals.get(name)
-    return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
-
-
 def _times_pairs(builder: ir.IRBuilder, sums: Any, row: Any, weight: Any) -> Any:
-    multiply = _function(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, _FLOATS, _PAIRS, _PAIRS)
+    multiply = declared(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, FLOATS, _PAIRS, _PAIRS)
     return builder.call(multiply, [sums, builder.bitcast(row, _PAIRS), builder.bitcast(weight, _PAIRS)])
 
 
 def _times_twice(builder: ir.IRBuilder, sums: Any, row: Any, weight: Any) -> Any:
-    multiply = _function(builder, "llvm.fmuladd.v16f32", _FLOATS, _FLOATS, _FLOATS, _FLOATS)
-    up, high = ir.Constant(_INTS, [16] * LANES), ir.Constant(_INTS, [0xFFFF0000] * LANES)
+    multiply = declared(builder, "llvm.fmuladd.v16f32", FLOATS, FLOATS, FLOATS, FLOATS)
+    up, high = ir.Constant(INTS, [16] * LANES), ir.Constant(INTS, [0xFFFF0000] * LANES)
     for half in (lambda pair: builder.shl(pair, up), lambda pair: builder.and_(pair, high)):
-        first, second = (builder.bitcast(half(pair), _FLOATS) for pair in (row, weight))
+        first, second = (builder.bitcast(half(pair), FLOATS) for pair in (row, weight))
         sums = builder.call(multiply, [first, second, sums])
     return sums
 
@@ -66,6 +62,29 @@ def times_of(*, multiplies_pairs: bool) -> Callable[[ir.IRBuilder, Any, Any, Any
     return _times_pairs if multiplies_pairs else _times_twice
 
 
+def summed_over(
+    builder: ir.IRBuilder, count: Any, num_sums: int, more: Callable[[Any, list[Any]], list[Any]]
+) -> list[Any]:
+    """So many vectors of float32 sums over 0 .. count - 1, count at least 1: more(number, sums) gives the sums with
+    what that number adds."""
+    entry, loop = builder.block, builder.append_basic_block("numbers")
+    after = builder.append_basic_block("summed")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    number = builder.phi(INT64)
+    number.add_incoming(ir.Constant(INT64, 0), entry)
+    before = [builder.phi(FLOATS) for _ in range(num_sums)]
+    now = more(number, before)
+    following = builder.add(number, ir.Constant(INT64, 1))
+    number.add_incoming(following, loop)
+    for old, new in zip(before, now, strict=True):
+        old.add_incoming(ir.Constant(FLOATS, [0.0] * LANES), entry)
+        old.add_incoming(new, loop)
+    builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
+    builder.position_at_end(after)
+    return now
+
+
 def _tile_of(num_rows: int, *, multiplies_pairs: bool) -> Any:
     times = times_of(multiplies_pairs=multiplies_pairs)
 
@@ -73,41 +92,33 @@ def _tile_of(num_rows: int, *, multiplies_pairs: bool) -> Any:
     def multiply(_typing, _addresses, _weight, _num_pairs, _sums):
         def generate(context, builder, _signature, args):
             table, weight, num_pairs, sums = args
-            table = builder.inttoptr(table, _I64.as_pointer())
+            table = builder.inttoptr(table, INT64.as_pointer())
             rows = [
-                builder.inttoptr(builder.load(builder.gep(table, [ir.Constant(_I64, m)])), _I32.as_pointer())
+                builder.inttoptr(builder.load(builder.gep(table, [ir.Constant(INT64, m)])), INT32.as_pointer())
                 for m in range(num_rows)
             ]
-            panel = builder.inttoptr(weight, _INTS.as_pointer())
-            entry, loop = builder.block, builder.append_basic_block("pairs")
-            after = builder.append_basic_block("summed")
-            builder.branch(loop)
-            builder.position_at_end(loop)
-            at = builder.phi(_I64)
-            at.add_incoming(ir.Constant(_I64, 0), entry)
-            before = [builder.phi(_FLOATS) for _ in range(num_rows * VECTORS)]
-            weights = []
-            for vector in range(VECTORS):
-                place = builder.add(builder.mul(at, ir.Constant(_I64, VECTORS)), ir.Constant(_I64, vector))
-                weights.append(builder.load(builder.gep(panel, [place]), align=4))
-            now = []
-            for m, row in enumerate(rows):
-                one = builder.insert_element(
-                    ir.Constant(_INTS, ir.Undefined), builder.load(builder.gep(row, [at])), ir.Constant(_I32, 0)
-                )
-                all_lanes = builder.shuffle_vector(one, ir.Constant(_INTS, ir.Undefined), ir.Constant(_INTS, [0] * 16))
-                for vector, each in enumerate(weights):
-                    now.append(times(builder, before[m * VECTORS + vector], all_lanes, each))
-            following = builder.add(at, ir.Constant(_I64, 1))
-            at.add_incoming(following, loop)
-            for old, new in zip(before, now, strict=True):
-                old.add_incoming(ir.Constant(_FLOATS, [0.0] * LANES), entry)
-                old.add_incoming(new, loop)
-            builder.cbranch(builder.icmp_signed("<", following, num_pairs), loop, after)
-            builder.position_at_end(after)
-            out = builder.inttoptr(sums, _FLOATS.as_pointer())
+            panel = builder.inttoptr(weight, INTS.as_pointer())
+
+            def more(pair, sums_before):
+                weights = []
+                for vector in range(VECTORS):
+                    place = builder.add(builder.mul(pair, ir.Constant(INT64, VECTORS)), ir.Constant(INT64, vector))
+                    weights.append(builder.load(builder.gep(panel, [place]), align=4))
+                now = []
+                for m, row in enumerate(rows):
+                    undefined = ir.Constant(INTS, ir.Undefined)
+                    one = builder.insert_element(
+                        undefined, builder.load(builder.gep(row, [pair])), ir.Constant(INT32, 0)
+                    )
+                    all_lanes = builder.shuffle_vector(one, undefined, ir.Constant(INTS, [0] * LANES))
+                    for vector, each in enumerate(weights):
+                        now.append(times(builder, sums_before[m * VECTORS + vector], all_lanes, each))
+                return now
+
+            now = summed_over(builder, num_pairs, num_rows * VECTORS, more)
+            out = builder.inttoptr(sums, FLOATS.as_pointer())
             for number, vector in enumerate(now):
-                builder.store(vector, builder.gep(out, [ir.Constant(_I64, number)]), align=4)
+                builder.store(vector, builder.gep(out, [ir.Constant(INT64, number)]), align=4)
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64, types.int64, types.int64), generate
